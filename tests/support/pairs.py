@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING
 
 from support.sessions import busy_step, session_of
 from traceloom.analyze import compare, gate
@@ -11,7 +11,9 @@ from traceloom.model import Session
 from traceloom.report import comparison, verdict
 from traceloom.testing import TraceBuilder
 
-Document = dict[str, Any]
+if TYPE_CHECKING:
+    from traceloom.report.documents.comparison import ComparisonDocument
+    from traceloom.report.documents.verdict import VerdictDocument
 
 
 @cache
@@ -30,7 +32,7 @@ def run(name: str, kernel_us: float, device: str) -> Session:
 
 
 @cache
-def compared(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def compared(name: str) -> tuple[ComparisonDocument, VerdictDocument]:
     """The comparison of two runs of that name, and the verdict on them."""
     base, new = run(name, 20, "H100"), run(name, 60, "A100")
     both = comparison.build(compare(base, new), base, new)

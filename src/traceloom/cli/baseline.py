@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import datetime as dt
 import shlex
 import sys
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from traceloom.cli import checking, outputs
 from traceloom.cli import options as types
@@ -18,6 +17,7 @@ from traceloom.errors import InputError, PartialError, UsageError
 if TYPE_CHECKING:
     from traceloom.analyze.gate import RunSummary
     from traceloom.model import Notice
+    from traceloom.report.documents.verdict import BaselineRow, BaselinesDocument
 
 DESCRIPTION = (
     "Keep what a comparison needs of recorded runs under a name (numbers per step, not the traces), "
@@ -108,7 +108,7 @@ def _list(args: argparse.Namespace) -> int:
     from traceloom.report.views import terminal
 
     baseline_store = store.Store(args.store)
-    rows: list[dict[str, Any]] = []
+    rows: list[BaselineRow] = []
     damaged: list[InputError] = []
 
     for name in baseline_store.names():
@@ -117,10 +117,10 @@ def _list(args: argparse.Namespace) -> int:
         except InputError as error:  # noqa: PERF203  (each baseline on its own)
             damaged.append(error)
     if args.json:
-        outputs.as_json({"store": args.store, "baselines": rows}, sys.stdout.buffer)
+        document: BaselinesDocument = {"store": args.store, "baselines": rows}
+        outputs.as_json(document, sys.stdout.buffer)
     elif rows:
-        shown = [row | {"saved": dt.datetime.fromtimestamp(row["saved_unix_s"], dt.timezone.utc)} for row in rows]
-        terminal.put(partial(baselines.render, shown, args.top), sys.stdout)
+        terminal.put(partial(baselines.render, rows, args.top), sys.stdout)
     elif not damaged:
         print(f"There is no baseline in {args.store}; traceloom baseline save NAME RUN makes one.")
     if damaged:

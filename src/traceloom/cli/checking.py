@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from traceloom.cli import options as types
 from traceloom.cli import outputs
@@ -15,9 +15,9 @@ from traceloom.files import with_addresses
 if TYPE_CHECKING:
     from traceloom.analyze.gate import Condition
     from traceloom.model import Notice, Session
+    from traceloom.report.documents.verdict import VerdictDocument
 
-Document = dict[str, Any]
-Writer = Callable[[Document, BinaryIO], object]
+Writer = Callable[["VerdictDocument", BinaryIO], object]
 CONDITIONS = """\
 conditions: METRIC > CHANGE or METRIC < CHANGE, of the new side less the base, per step
   METRIC  step_time gpu_time exposed_communication idle launches memory_peak
@@ -85,7 +85,7 @@ def named(paths: Sequence[str]) -> str:
     return with_addresses(paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more")
 
 
-def show(args: argparse.Namespace, document: Document) -> None:
+def show(args: argparse.Namespace, document: VerdictDocument) -> None:
     """The verdict on standard output; a line of it where files were asked for."""
     from traceloom.report.verdict import terminal
 
@@ -97,7 +97,7 @@ def show(args: argparse.Namespace, document: Document) -> None:
         terminal.say(document, sys.stdout)
 
 
-def conclude(document: Document) -> None:
+def conclude(document: VerdictDocument) -> None:
     """End by the verdict.
 
     Raises:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 from functools import partial
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from traceloom.cli import options as types
 from traceloom.cli import outputs
 from traceloom.cli.progress import Progress
 from traceloom.one_core import on_one_core
 from traceloom.plain_text import encoded
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.whatif import WhatIfDocument
 
 DESCRIPTION = "Say what a change would save: the linked graph of the run is evaluated with it."
 EXAMPLES = """\
@@ -51,18 +54,18 @@ def run(args: argparse.Namespace) -> int:
     from traceloom.retime import Plan, law
     from traceloom.simulate import changed_graph, parse, scenario_of, whatif
 
-    def write_html(document: dict[str, Any], handle: BinaryIO) -> None:
+    def write_html(document: WhatIfDocument, handle: BinaryIO) -> None:
         from traceloom.report import before_after
 
         view = before_after.build(graph, scenario_of(graph, changes), answer)
         handle.write(encoded(before_after.render(document, view)))
 
-    def write_perfetto(_document: dict[str, Any], handle: BinaryIO) -> None:
+    def write_perfetto(_document: WhatIfDocument, handle: BinaryIO) -> None:
         from traceloom.report.exports.perfetto.graph import write_graph
 
         write_graph(changed_graph(graph, scenario_of(graph, changes), answer.times), handle)
 
-    def write_perfetto_gz(document: dict[str, Any], handle: BinaryIO) -> None:
+    def write_perfetto_gz(document: WhatIfDocument, handle: BinaryIO) -> None:
         from traceloom.packed import gzipped
 
         gzipped(partial(write_perfetto, document))(handle)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 from traceloom.model import units
 from traceloom.report.island import island
 from traceloom.report.names import allocator
-from traceloom.report.table import Row
 from traceloom.report.views.html.text import text
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.report import CurveRow
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 1000, 190, 64, 8, 12, 22
 _POINTS = 1_200  # of a drawn curve; extremes are kept
@@ -24,15 +29,16 @@ def thinned(values: list[int], most: int) -> list[int]:
     return sorted(kept)
 
 
-def figure(curve: Row) -> str:
+def figure(curve: CurveRow) -> str:
     """The curve of one device (an entry of `memory.curve`): allocated and, where known, reserved bytes."""
-    at = thinned([value or 0 for value in curve["allocated_bytes"]], _POINTS)
-    times: list[int] = [curve["time_ns"][k] for k in at]
-    series = [("allocated", [curve["allocated_bytes"][k] for k in at])]
+    at = thinned(curve["allocated_bytes"], _POINTS)
+    times = [curve["time_ns"][k] for k in at]
+    allocated = [curve["allocated_bytes"][k] for k in at]
+    series: list[tuple[str, Sequence[int | None]]] = [("allocated", allocated)]
     reserved = [curve["reserved_bytes"][k] for k in at]
     if any(reserved):
         series.append(("reserved", reserved))
-    sizes: list[int] = [v for _, values in series for v in values if v is not None]
+    sizes = [v for _, values in series for v in values if v is not None]
     highest = max([0, *sizes]) or 1
     # Below zero where blocks from before the recording were freed and what was there at its start is unknown.
     lowest = min([0, *sizes])
@@ -54,8 +60,7 @@ def figure(curve: Row) -> str:
         f'<text x="{_LEFT - 8}" y="{y(v) + 4:.1f}" text-anchor="end">{units.size(v)}</text>'
         for v in ((lowest,) if lowest < -highest // 12 else ()) + (0, highest // 2, highest)
     )
-    peak = max((v for v in series[0][1] if v is not None), default=None)
-    caption = f"{allocator(curve)}: peak {units.size(peak)} allocated"
+    caption = f"{allocator(curve)}: peak {units.size(max(allocated))} allocated"
     data = {"times": times, "left": _LEFT, "right": _RIGHT, "series": [{"name": n, "values": v} for n, v in series]}
     return (
         f'<figure class="curve"><figcaption><span class="curve-says" role="status">{text(caption)}</span></figcaption>'

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import polars as pl
 
 from traceloom import __version__
 from traceloom.model import Graph
+from traceloom.model.frames import rows
 from traceloom.model.notice import worst_first
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.graph import GraphDocument, LawValue
+    from traceloom.retime.law import Law
 
 FORMAT, VERSION = "traceloom-link", 1
 
 
-def build(graph: Graph, law: Any = None) -> dict[str, Any]:
+def build(graph: Graph, law: Law | None = None) -> GraphDocument:
     """The document.
 
     Args:
@@ -32,13 +37,35 @@ def build(graph: Graph, law: Any = None) -> dict[str, Any]:
         "epoch_ns": str(graph.epoch_ns),
         "world_size": graph.world_size,
         "window_ns": graph.end_ns,
-        "nodes": {"count": nodes.height, "kinds": kinds.sort("kind").to_dicts()},
-        "edges": {"count": edges.height, "kinds": typed.sort("kind", "evidence").to_dicts()},
-        "ranks": graph.ranks.with_columns(
-            (pl.col("window_end_ns") - pl.col("window_start_ns")).alias("window_ns")
-        ).to_dicts(),
-        "coverage": graph.coverage.to_dicts(),
-        "delays": graph.delays.to_dicts(),
-        "law": None if law is None else law.to_dict(),
+        "nodes": {"count": nodes.height, "kinds": rows(kinds.sort("kind"))},
+        "edges": {"count": edges.height, "kinds": rows(typed.sort("kind", "evidence"))},
+        "ranks": rows(
+            graph.ranks.with_columns((pl.col("window_end_ns") - pl.col("window_start_ns")).alias("window_ns"))
+        ),
+        "coverage": rows(graph.coverage),
+        "delays": rows(graph.delays),
+        "law": None if law is None else _law(law),
         "notices": [notice.to_dict() for notice in worst_first(graph.notices)],
+    }
+
+
+def _law(law: Law) -> LawValue:
+    return {
+        "sentence": law.sentence,
+        "holds": law.holds,
+        "window_ns": law.window_ns,
+        "exact_error_ns": law.exact_error_ns,
+        "honest_error_ns": law.honest_error_ns,
+        "honest_error": law.honest_error,
+        "point_error_ns": law.point_error_ns,
+        "point_error": law.point_error,
+        "points_hold": law.points_hold,
+        "residual_ns": law.residual_ns,
+        "residual_share": law.residual_share,
+        "assumed_ns": law.assumed_ns,
+        "assumed_share": law.assumed_share,
+        "pass_ns": law.pass_ns,
+        "ranks": rows(law.ranks),
+        "path": rows(law.path),
+        "unexplained": rows(law.unexplained),
     }

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 
 from traceloom import __version__
 from traceloom.harmless import harmless
 from traceloom.model import units
+from traceloom.model.frames import rows
 from traceloom.report.names import rank_label, short
-from traceloom.report.table import Row
 from traceloom.report.views.terminal.columns import TextColumn, heading, lines, paragraph
 from traceloom.retime.law import Law
 from traceloom.simulate.changes import ASSUMES, Change
 from traceloom.simulate.whatif import WhatIf
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.whatif import PathPart, WhatIfDocument
 
 FORMAT = "traceloom-whatif"
 VERSION = 1
@@ -34,7 +38,7 @@ _DELAYS = {
 _HINT = "The change is smaller than the error of the graph, or the graph misses the law: take it as a hint."
 
 
-def build(name: str, step: int | None, changes: list[Change], result: WhatIf, kept: Law) -> Row:
+def build(name: str, step: int | None, changes: list[Change], result: WhatIf, kept: Law) -> WhatIfDocument:
     """The document: what was asked, what it would do, how far it can be trusted."""
     return {
         "format": FORMAT,
@@ -50,8 +54,8 @@ def build(name: str, step: int | None, changes: list[Change], result: WhatIf, ke
         "saved_fraction": result.saved_fraction,
         "host_ratio": result.host_ratio,
         "rescaled_saved_ns": result.rescaled_saved_ns,
-        "ranks": result.ranks.to_dicts(),
-        "path": result.path.to_dicts(),
+        "ranks": rows(result.ranks),
+        "path": rows(result.path),
         "law": {"sentence": kept.sentence, "holds": kept.holds, "honest_error": kept.honest_error,
                 "point_error": kept.point_error, "residual_share": kept.residual_share},
         "trusted": result.trusted,
@@ -77,7 +81,7 @@ def sentence(result: WhatIf, step: int | None) -> str:
     return f"{text}."
 
 
-def render(document: Row, width: int) -> Iterator[Text]:
+def render(document: WhatIfDocument, width: int) -> Iterator[Text]:
     """The lines on a terminal."""
     yield Text(short(document["name"], width), "bold")
     yield Text("")
@@ -88,13 +92,13 @@ def render(document: Row, width: int) -> Iterator[Text]:
         yield from paragraph(f"Assumed: {change['assumes']}.", width)
     if len(document["ranks"]) > 1:
         yield from heading("Ranks", "", width)
-        rows: list[list[str | Text]] = [
+        ranks: list[list[str | Text]] = [
             [rank_label(r["rank"]), units.duration(r["before_ns"]), units.duration(r["after_ns"]),
              units.duration(r["saved_ns"])]
             for r in document["ranks"]
         ]  # fmt: skip
         columns = [TextColumn("", right=False), TextColumn("before"), TextColumn("after"), TextColumn("saved")]
-        yield from lines(columns, rows, ("", lambda *_: ""), width)
+        yield from lines(columns, ranks, ("", lambda *_: ""), width)
     yield from heading("Critical path", "what decides how long it takes", width)
     parts = document["path"][:_ROWS]
     cells: list[list[str | Text]] = [[units.duration(p["before_ns"]), units.duration(p["after_ns"])] for p in parts]
@@ -108,14 +112,14 @@ def render(document: Row, width: int) -> Iterator[Text]:
     yield from paragraph(trust(document), width)
 
 
-def trust(document: Row) -> str:
+def trust(document: WhatIfDocument) -> str:
     """How far the answer can be trusted, in words."""
-    return ("" if document["trusted"] else f"{_HINT} ") + str(document["law"]["sentence"])
+    return ("" if document["trusted"] else f"{_HINT} ") + document["law"]["sentence"]
 
 
-def part_name(part: Row) -> str:
+def part_name(part: PathPart) -> str:
     """What a part of the critical path is, in words."""
-    what, kind = str(part["what"]), part["kind"]
+    what, kind = part["what"], part["kind"]
     if what == "before":
         return "before the path begins"
     if what == "work" or not kind:

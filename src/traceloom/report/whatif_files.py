@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from html import escape
+from typing import TYPE_CHECKING
 
 from traceloom.harmless import harmless
 from traceloom.model import units
-from traceloom.report.table import Row
 from traceloom.report.views.markdown import code, text
 from traceloom.report.whatif import part_name, trust
 from traceloom.simulate.whatif import Sweep
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.whatif import WhatIfDocument
 
 _ROWS = 12
 _LONGEST = 4_000  # characters of a change, which stands whole
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 640, 260, 90, 12, 40
 
 
-def markdown(document: Row) -> str:
+def markdown(document: WhatIfDocument) -> str:
     """The document for a pull request or a note."""
     lines = [f"## What if: {text(document['name'])}", "", text(document["sentence"]), ""]
     changes = [(code(row["change"], _LONGEST, cell=False), text(row["assumes"])) for row in document["changes"]]
@@ -24,7 +27,7 @@ def markdown(document: Row) -> str:
     tables: list[tuple[list[str], list[list[str]]]] = []
     if len(document["ranks"]) > 1:
         ranks = [
-            [f"rank {row['rank']}", *(units.duration(row[key]) for key in ("before_ns", "after_ns", "saved_ns"))]
+            [f"rank {row['rank']}", *map(units.duration, (row["before_ns"], row["after_ns"], row["saved_ns"]))]
             for row in document["ranks"]
         ]
         tables.append((["rank", "before", "after", "saved"], ranks))

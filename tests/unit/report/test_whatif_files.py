@@ -15,7 +15,7 @@ from traceloom.simulate import Sweep
 HOSTILE = "<script>alert(1)</script>\x1b[31m|`"
 DOCUMENT = {
     "name": HOSTILE, "sentence": "This would save 2 ms.", "before_ns": 10_000_000, "after_ns": 8_000_000,
-    "saved_ns": 2_000_000, "rescaled_saved_ns": 1_500_000,
+    "traceloom": "0.0.0", "saved_ns": 2_000_000, "rescaled_saved_ns": 1_500_000,
     "changes": [{"change": f"kernels ~ {HOSTILE} * 0.5", "assumes": "half"}],
     "ranks": [{"rank": rank, "before_ns": 10, "after_ns": 8, "saved_ns": 2} for rank in (0, 1)],
     "path": [{"what": "kernel", "kind": HOSTILE, "before_ns": 10, "after_ns": 8}],

@@ -237,6 +237,7 @@ def test_a_graph_with_nothing_on_its_lanes_has_a_page_without_a_timeline(tmp_pat
     document = {
         "name": "made", "sentence": "Nothing.", "before_ns": 0, "after_ns": 0, "saved_ns": 0, "rescaled_saved_ns": 0,
         "changes": [], "ranks": [], "path": [], "trusted": True, "law": {"sentence": "It holds.", "honest_error": 0.0},
+        "traceloom": "0.0.0",
     }  # fmt: skip
     page = before_after.render(document, None)
     assert "nothing takes any time" in page

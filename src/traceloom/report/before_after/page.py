@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from html import escape
+from typing import TYPE_CHECKING
 
 from traceloom.model import units
 from traceloom.report.before_after.payload import BeforeAfter
-from traceloom.report.table import Col, Row
+from traceloom.report.table import Col
 from traceloom.report.views.html.frame import asset, framed, key_numbers, one_after_the_other
 from traceloom.report.views.html.table import table
 from traceloom.report.views.html.text import prose, text
 from traceloom.report.whatif import part_name, trust
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.whatif import WhatIfDocument
 
 _TIMES = (
     Col("before_ns", "Before", "time", scale="t"),
@@ -25,28 +29,28 @@ _ABOUT_TIMELINE = (
 _ABOUT_PATH = "What decides how long it takes; each column adds up to the whole."
 
 
-def render(document: Row, view: BeforeAfter | None = None) -> str:
+def render(document: WhatIfDocument, view: BeforeAfter | None = None) -> str:
     """The document as one HTML page that needs nothing but itself.
 
     Args:
         document: What `traceloom.report.whatif.build` made of a what-if.
         view: The timeline before and after; a page without one says so.
     """
-    name = str(document["name"])
-    whole = max(document["before_ns"], document["after_ns"], 1)
+    name = document["name"]
+    before, after, saved = document["before_ns"], document["after_ns"], document["saved_ns"]
+    whole = max(before, after, 1)
     bars = "".join(
-        f'<rect class="{side}" x="0" y="{14 * k}" width="{document[f"{side}_ns"] / whole * 100:.2f}" height="10"/>'
-        for k, side in enumerate(("before", "after"))
+        f'<rect class="{side}" x="0" y="{14 * k}" width="{time / whole * 100:.2f}" height="10"/>'
+        for k, (side, time) in enumerate((("before", before), ("after", after)))
     )
-    label = f"before {units.duration(document['before_ns'])}, after {units.duration(document['after_ns'])}"
+    label = f"before {units.duration(before)}, after {units.duration(after)}"
     picture = (
         f'<svg class="sides" viewBox="0 0 100 24" preserveAspectRatio="none" role="img" '
         f'aria-label="{escape(label)}">{bars}</svg>'
     )
-    before, saved = document["before_ns"], document["saved_ns"]
     shown = [
         ("Before", units.duration(before), "as measured"),
-        ("After", units.duration(document["after_ns"]), "with the changes"),
+        ("After", units.duration(after), "with the changes"),
         ("Saved", units.duration(saved), f"{units.share(saved, before)} of it" if saved >= 0 else "it takes longer"),
     ]
     if document["rescaled_saved_ns"] != saved:
@@ -62,7 +66,7 @@ def render(document: Row, view: BeforeAfter | None = None) -> str:
         headline=f"<h1>{text(document['sentence'])}</h1>{picture}",
         numbers=key_numbers((label, value, "", more) for label, value, more in shown),
         footer=(
-            f"<p>Traceloom {text(document.get('traceloom', ''))} · times count from the beginning of the graph</p>"
+            f"<p>Traceloom {text(document['traceloom'])} · times count from the beginning of the graph</p>"
             "<p>The same for programs: <code>traceloom whatif … -o whatif.json</code>; the whole timeline after the "
             "change: <code>-o after.perfetto.json.gz</code></p>"
         ),
@@ -71,7 +75,7 @@ def render(document: Row, view: BeforeAfter | None = None) -> str:
     )
 
 
-def _sections(document: Row, view: BeforeAfter | None) -> Iterator[tuple[str, str, str, str]]:
+def _sections(document: WhatIfDocument, view: BeforeAfter | None) -> Iterator[tuple[str, str, str, str]]:
     changes = "".join(
         f'<li><code>{text(change["change"])}</code> <span class="quiet">Assumed: {text(change["assumes"])}.</span></li>'
         for change in document["changes"]

@@ -7,7 +7,6 @@ lane, as a position plus one; 0 where it is gone) and `changed` (1 where it hold
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -22,7 +21,6 @@ from traceloom.model.graph import Graph
 from traceloom.report.before_after.chosen import LanesShown, choose
 from traceloom.report.before_after.pieces import Pieces, pieces
 from traceloom.report.names import short
-from traceloom.report.table import Row
 from traceloom.report.views.html.packing import lane_steps, pack, sparse, zigzag
 from traceloom.retime.critical_path import Path, critical_path
 from traceloom.simulate import Scenario, WhatIf, changed_graph, changed_nodes
@@ -107,7 +105,7 @@ def pack_both(
     before_ns, after_ns = (int(np.ptp(time)) for time in times)
     longest = max(before_ns, after_ns, 1)
     spans = {row["rank"]: row for row in ranks_of.to_dicts()}
-    ranks: list[Row] = []
+    ranks: list[dict[str, object]] = []
     for rank, why in chosen.ranks.items():
         row = spans[rank]
         durations = f"{units.duration(row['before_ns'])} {words[0]}, {units.duration(row['after_ns'])} {words[1]}"
@@ -138,7 +136,7 @@ def pack_both(
 
 def _columns(
     graph: Graph, made: Pieces, drawn: Ints, changed: Bools
-) -> tuple[dict[str, Ints], dict[str, Any], list[int]]:
+) -> tuple[dict[str, Ints], dict[str, object], list[int]]:
     """The columns of the events, the texts they point to, and how many events each lane has."""
     present = made.end > made.start
     side, piece = np.nonzero(present)
@@ -200,9 +198,9 @@ def _columns(
     return columns, {"unit_ns": unit, "facts": fact_texts, **labels}, counts
 
 
-def _lanes(chosen: LanesShown, counts: list[int], words: tuple[str, str]) -> list[Row]:
+def _lanes(chosen: LanesShown, counts: list[int], words: tuple[str, str]) -> list[dict[str, object]]:
     indices = {rank: index for index, rank in enumerate(chosen.ranks)}
-    out: list[Row] = []
+    out: list[dict[str, object]] = []
     for number, row in enumerate(chosen.lanes.to_dicts()):
         for side, word in enumerate(("before", "after")):
             title = harmless(row["title"] or "")

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from traceloom.report.comparison.tables import tables
-from traceloom.report.table import Row, Table, written
+from traceloom.report.table import Table, written
 from traceloom.report.views.markdown import code, table, text
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.comparison import ComparisonDocument
 
 _MOST_ROWS = 10
 
 
-def render(document: Row) -> str:
+def render(document: ComparisonDocument) -> str:
     """The document as GitHub-flavoured Markdown, ended by a line end."""
-    base, new = (code(document[side]["name"], cell=False) for side in ("base", "new"))
+    base, new = (code(side["name"], cell=False) for side in (document["base"], document["new"]))
     lines = [f"### Traceloom: {base} → {new}", ""]
     lines.append(f"**{text(document['sentence'])}**")
     for data_table in tables(document):

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from html import escape
+from typing import TYPE_CHECKING, Literal
 
 from traceloom.model import units
 from traceloom.report.comparison.tables import tables
 from traceloom.report.icicle import figure
-from traceloom.report.table import Col, Row, Table
+from traceloom.report.table import Col, Table
 from traceloom.report.views.html.bars import bar, legend
 from traceloom.report.views.html.frame import framed, key_numbers, one_after_the_other
 from traceloom.report.views.html.table import table
 from traceloom.report.views.html.text import text
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.comparison import ComparedBoxRow, ComparisonDocument
 
 Section = tuple[str, str, str, str]
 """Id, title, note, HTML."""
@@ -20,13 +24,16 @@ Section = tuple[str, str, str, str]
 _COLOURS = {"compute": "compute", "communication": "communication", "copies": "memory", "operators": "op"}
 _UNKNOWN = dict.fromkeys(("change", "duration_change", "host_change"), "the base has none of it")
 _MOST_BOXES = 1_000  # of the call tree; the JSON has all
-_KINDS = {"count": "count", "host": "host_ns", "device": "duration_ns"}
+_SIDES: tuple[tuple[Literal["base", "new"], Literal["base_ns", "new_ns"]], ...] = (
+    ("base", "base_ns"),
+    ("new", "new_ns"),
+)
 _TREE_NOTE = (
     "The operators of a usual step, and what they call below them; as wide as the larger side of all they hold."
 )
 
 
-def render(document: Row) -> str:
+def render(document: ComparisonDocument) -> str:
     """The comparison as one HTML page that needs nothing but itself."""
     name = f"{document['base']['name']} → {document['new']['name']}"
     columns = [
@@ -35,18 +42,18 @@ def render(document: Row) -> str:
         Col("events", "Events", "count"),
         Col("path", "File", "name"),
     ]
-    files = [{"side": side, **entry} for side in ("base", "new") for entry in document[side]["inputs"]]
+    files = [{"side": side, **entry} for side, _ in _SIDES for entry in document[side]["inputs"]]
     data = standing(Table("diff-inputs", "Data", columns, files, note="What was read."))
     # Both steps as bars of one scale
     longest = max(document["base_ns"], document["new_ns"], 1)
     out = []
-    for side in ("base", "new"):
+    for side, time in _SIDES:
         sums: dict[str, int] = {}  # by kind: idle time as one
         for row in document["breakdown"]:
             kind = row["part"].split(":")[0]
-            sums[kind] = sums.get(kind, 0) + row[f"{side}_ns"]
+            sums[kind] = sums.get(kind, 0) + row[time]
         parts = [(kind, _COLOURS.get(kind, "idle"), ns) for kind, ns in sums.items()]
-        whole = document[f"{side}_ns"]
+        whole = document[time]
         out.append(
             f'<p class="quiet">{side}: {units.duration(whole)}</p>{bar(parts, whole, longest)}{legend(parts, whole)}'
         )
@@ -73,7 +80,7 @@ def render(document: Row) -> str:
     )
 
 
-def sections(document: Row) -> Iterator[Section]:
+def sections(document: ComparisonDocument) -> Iterator[Section]:
     """The tables of a comparison, with the call tree behind where the difference lies."""
     for each in tables(document):
         yield standing(each)
@@ -87,18 +94,22 @@ def standing(data_table: Table) -> Section:
     return f"{data_table.key}-section", escape(data_table.title), text(data_table.note), drawn
 
 
-def call_tree(tree: list[Row]) -> str:
+def call_tree(tree: list[ComparedBoxRow]) -> str:
     """Both runs in one flame graph: the largest boxes; what the others hold is held by those above them."""
-    wide: dict[str, list[int]] = {}
-    for key in ("host_ns", "duration_ns"):  # the larger side of what a box took itself, and all boxes below it
-        own = [[row[f"base_{key}"], row[f"new_{key}"]] for row in tree]
-        for row in tree[1:]:
-            for at, side in enumerate(("base", "new")):
-                own[row["parent"]][at] -= row[f"{side}_{key}"]
-        wide[key] = [max(sides) for sides in own]
+    host = [(row["base_host_ns"], row["new_host_ns"]) for row in tree]
+    device = [(row["base_duration_ns"], row["new_duration_ns"]) for row in tree]
+    wide: list[list[int]] = []  # the larger side of what a box took itself, and all boxes below it
+    for times in (host, device):
+        own = [list(both) for both in times]
+        for row, both in zip(tree, times, strict=True):
+            if (parent := row["parent"]) is not None:
+                own[parent] = [had - taken for had, taken in zip(own[parent], both, strict=True)]
+        widths = [max(both) for both in own]
         for at in range(len(tree) - 1, 0, -1):
-            wide[key][tree[at]["parent"]] += wide[key][at]
-    weight = [max(sizes[at] / max(sizes[0], 1) for sizes in wide.values()) for at in range(len(tree))]
+            if (parent := tree[at]["parent"]) is not None:
+                widths[parent] += widths[at]
+        wide.append(widths)
+    weight = [max(sizes[at] / max(sizes[0], 1) for sizes in wide) for at in range(len(tree))]
     # A box is no larger than that above it, which stands before it: what is above a chosen box is chosen as well.
     drawn = [at for at in range(len(tree)) if weight[at] > 0]
     chosen = sorted(sorted(drawn, key=lambda at: -weight[at])[:_MOST_BOXES])
@@ -106,8 +117,10 @@ def call_tree(tree: list[Row]) -> str:
     nodes, sides = [], []
     for at in chosen:
         row = tree[at]
-        nodes.append((number.get(row["parent"]), row["name"], 0, wide["host_ns"][at], wide["duration_ns"][at]))
-        sides.append({name: (row[f"base_{key}"], row[f"new_{key}"]) for name, key in _KINDS.items()})
+        parent = row["parent"]
+        above = None if parent is None else number.get(parent)
+        nodes.append((above, row["name"], 0, wide[0][at], wide[1][at]))
+        sides.append({"count": (row["base_count"], row["new_count"]), "host": host[at], "device": device[at]})
     words = (("faster", "less than in the base"), ("idle", "the same"), ("slower", "more, or new"))
     colours = "".join(f'<li><i class="swatch b-{colour}"></i>{meaning}</li>' for colour, meaning in words)
     small = len(drawn) - len(chosen)

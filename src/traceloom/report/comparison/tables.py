@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Literal
 
 from traceloom.model import units
 from traceloom.report.names import short
-from traceloom.report.table import Col, Row, Table
+from traceloom.report.table import Col, Table
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.comparison import ComparedOperatorRow, ComparisonDocument
+    from traceloom.report.documents.verdict import VerdictDocument
 
 _LAUNCHED = "of the GPU work that it launched itself, whenever it ran"
 _ON_THREAD = "of the step's thread in it, not below it"
@@ -15,16 +21,20 @@ _HALF = 33  # letters of each of two names that stand for each other
 _DEEP = 3  # names of a path that are shown beside an operator
 
 
-def tables(document: Row) -> Iterator[Table]:
+def tables(document: ComparisonDocument) -> Iterator[Table]:
     """Conditions that differ, then parts of the step, kernels and operators that changed."""
     note = "Where a decisive one differs, times cannot be held against each other."
     yield from conditions(document, "diff-conditions", note)
     parts = [
-        row | {"name": f"idle: {row['meaning']}" if row["part"].split(":")[0] == "idle" else row["part"]}
-        for row in document["breakdown"]
+        {**row, "name": f"idle: {row['meaning']}" if row["part"].split(":")[0] == "idle" else row["part"]}
+        for row in sorted(document["breakdown"], key=lambda row: -abs(row["difference_ns"]))
     ]
-    parts.sort(key=lambda row: -abs(row["difference_ns"]))
-    whole = {key: document[key] for key in ("base_ns", "new_ns", "difference_ns", "change")}
+    whole = {
+        "base_ns": document["base_ns"],
+        "new_ns": document["new_ns"],
+        "difference_ns": document["difference_ns"],
+        "change": document["change"],
+    }
     subject = "each device" if document["account"] == "device" else "the step's thread (not both sides have GPU work)"
     yield Table(
         "diff-parts",
@@ -45,16 +55,29 @@ def tables(document: Row) -> Iterator[Table]:
                 Col("count", "Count", hint="launched per step", narrow=False),
                 Col("name", "Kernel", "name"),
             ],
-            [row | {"name": _renamed(row["base_kernel"], row["new_kernel"]), "count": _counts(row)} for row in rows],
-            note=f"Of {len(document['kernels'])}: {_statuses(rows, 'status')}. Kernels of one operator stand for each "
-            "other, whatever their names.",
+            [
+                {
+                    **row,
+                    "name": _renamed(row["base_kernel"], row["new_kernel"]),
+                    "count": _counts(row["base_count"], row["new_count"]),
+                }
+                for row in rows
+            ],
+            note=f"Of {len(document['kernels'])}: {_statuses(row['status'] for row in rows)}. Kernels of one operator "
+            "stand for each other, whatever their names.",
         )
+    operators = document["operators"]
     if document["account"] == "device":
-        yield from _operators(document, "diff-operators", "Operators by GPU work", "duration_", _LAUNCHED)
-    yield from _operators(document, "diff-host", "Operators by host time", "host_", _ON_THREAD)
+        changed = [
+            row for row in operators if row["status"] != "same" and (row["base_duration_ns"] or row["new_duration_ns"])
+        ]
+        title = "Operators by GPU work"
+        yield from _operators(changed, len(operators), "diff-operators", title, "duration_", _LAUNCHED)
+    changed = [row for row in operators if row["host_status"] != "same" and (row["base_host_ns"] or row["new_host_ns"])]
+    yield from _operators(changed, len(operators), "diff-host", "Operators by host time", "host_", _ON_THREAD)
 
 
-def conditions(document: Row, key: str, note: str) -> Iterator[Table]:
+def conditions(document: ComparisonDocument | VerdictDocument, key: str, note: str) -> Iterator[Table]:
     """The conditions that differ, where there are any; the note where a decisive one does."""
     columns = [
         Col("condition", "Condition", kept=True),
@@ -84,16 +107,20 @@ def _times(hint: str, of: str = "", *, adds_up: bool = False) -> list[Col]:
     ]
 
 
-def _operators(document: Row, key: str, title: str, of: str, hint: str) -> Iterator[Table]:
-    """The operators that changed by one of their times, the largest differences first."""
-    status = "host_status" if of == "host_" else "status"
-    rows = []
-    for row in document["operators"]:
-        if row[status] != "same" and (row[f"base_{of}ns"] or row[f"new_{of}ns"]):
-            # the operator first, then what it stands in, the nearest first
-            names = (row["path"].split(_SEPARATOR)[1:] or [row["path"]])[::-1]
-            at = " in ".join(names[:_DEEP]) + (" in …" if len(names) > _DEEP else "")
-            rows.append(row | {"at": at, "count": _counts(row)})
+def _operators(  # noqa: PLR0917  (a table and what stands above it)
+    changed: Sequence[ComparedOperatorRow], count: int, key: str, title: str, of: str, hint: str
+) -> Iterator[Table]:
+    """The operators that changed by one of their times, of so many, the largest differences first."""
+    status: Literal["host_status", "status"] = "host_status" if of == "host_" else "status"
+    difference: Literal["host_difference_ns", "duration_difference_ns"] = (
+        "host_difference_ns" if of == "host_" else "duration_difference_ns"
+    )
+    rows: list[dict[str, object]] = []
+    for row in sorted(changed, key=lambda row: -abs(row[difference])):
+        # the operator first, then what it stands in, the nearest first
+        names = (row["path"].split(_SEPARATOR)[1:] or [row["path"]])[::-1]
+        at = " in ".join(names[:_DEEP]) + (" in …" if len(names) > _DEEP else "")
+        rows.append({**row, "at": at, "count": _counts(row["base_count"], row["new_count"])})
     if rows:
         yield Table(
             key,
@@ -104,22 +131,21 @@ def _operators(document: Row, key: str, title: str, of: str, hint: str) -> Itera
                 Col("count", "Count", hint="calls per step", narrow=False),
                 Col("at", "Operator", "name", "and what it stands in, the nearest first"),
             ],
-            sorted(rows, key=lambda row: -abs(row[f"{of}difference_ns"])),
-            note=f"Of {len(document['operators'])}: {_statuses(rows, status)}. Times {hint}; aligned by place (with "
+            rows,
+            note=f"Of {count}: {_statuses(row[status] for row in changed)}. Times {hint}; aligned by place (with "
             "a replay: by name), shapes and order.",
         )
 
 
-def _statuses(rows: list[Row], key: str) -> str:
-    """How many rows of each status, as words."""
-    statuses = [row[key] for row in rows]
-    return ", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(statuses))
+def _statuses(statuses: Iterable[str]) -> str:
+    """How many of each status, as words."""
+    return ", ".join(f"{count} {status}" for status, count in Counter(statuses).items())
 
 
-def _counts(row: Row) -> str:
+def _counts(base: float, new: float) -> str:
     """How often per step, on both sides where they differ."""
-    base, new = (units.number(row[f"{side}_count"]) for side in ("base", "new"))
-    return base if base == new else f"{base} → {new}"
+    before, after = units.number(base), units.number(new)
+    return before if before == after else f"{before} → {after}"
 
 
 def _renamed(base: str | None, new: str | None) -> str:

@@ -1,11 +1,18 @@
 """The verdict of a check: its document, which every view shows, and baselines to hold runs against."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from traceloom import __version__
 from traceloom.analyze.gate import RunSummary, Verdict
 from traceloom.analyze.gate.power import power
+from traceloom.model.frames import rows
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.comparison import ComparisonDocument
+    from traceloom.report.documents.verdict import JudgedRunRow, JudgedSideValue, VerdictDocument
 
 __all__ = ["build"]
 FORMAT = "traceloom-verdict"
@@ -18,9 +25,9 @@ def build(
     new: tuple[str, Sequence[RunSummary]],
     *,
     strict: bool,
-    comparison: dict[str, Any] | None = None,
+    comparison: ComparisonDocument | None = None,
     effect: float | None = None,
-) -> dict[str, Any]:
+) -> VerdictDocument:
     """The verdict as one JSON object. Keys: docs/how-to/gate.md; version 1 only gains keys.
 
     Args:
@@ -39,14 +46,19 @@ def build(
         "strict": strict,
         "base": _side(*base),
         "new": _side(*new),
-        **verdict.to_dict(),
-        "power": [] if effect is None else power(verdict.checks, effect).to_dicts(),
+        "verdict": verdict.verdict,
+        "sentence": verdict.sentence,
+        "comparable": verdict.comparable,
+        "checks": rows(verdict.checks),
+        "conditions": rows(verdict.conditions),
+        "causes": rows(verdict.causes),
+        "power": [] if effect is None else rows(power(verdict.checks, effect)),
         "comparison": comparison,
     }
 
 
-def _side(name: str, runs: Sequence[RunSummary]) -> dict[str, Any]:
-    entries = [
+def _side(name: str, runs: Sequence[RunSummary]) -> JudgedSideValue:
+    entries: list[JudgedRunRow] = [
         {
             "name": run.name,
             "recorded_steps": len(run.steps),

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import datetime as dt
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.text import Text
 
 from traceloom.analyze.gate.summary import Baseline
 from traceloom.report.options import ReportOptions
-from traceloom.report.table import Col, Row, Table
+from traceloom.report.table import Col, Table
 from traceloom.report.views.terminal.sections import table_lines
 
+if TYPE_CHECKING:
+    from traceloom.report.documents.verdict import BaselineRow
 
-def row(name: str, baseline: Baseline) -> Row:
+
+def row(name: str, baseline: Baseline) -> BaselineRow:
     """The row of a baseline in the list."""
     runs = baseline.runs
     wall = [run.wall_ns for run in runs if run.wall_ns]
@@ -30,9 +35,12 @@ def row(name: str, baseline: Baseline) -> Row:
     }
 
 
-def render(rows: list[Row], top: int, width: int) -> Iterator[Text]:
-    """The list as a table; `saved` of a row is when, in UTC."""
-    shown = [entry | {"when": f"{entry['saved']:%Y-%m-%d %H:%M}"} for entry in rows]
+def render(rows: list[BaselineRow], top: int, width: int) -> Iterator[Text]:
+    """The list as a table."""
+    shown = [
+        {**entry, "when": f"{dt.datetime.fromtimestamp(entry['saved_unix_s'], dt.timezone.utc):%Y-%m-%d %H:%M}"}
+        for entry in rows
+    ]
     columns = [
         Col("when", "Saved (UTC)"),
         Col("runs", "Runs", "count"),

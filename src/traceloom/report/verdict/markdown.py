@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from traceloom.report.comparison.markdown import table_of
-from traceloom.report.table import Row
 from traceloom.report.verdict.tables import headline, reasons, tables
 from traceloom.report.views.markdown import code, text
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.verdict import VerdictDocument
 
 _MOST_ROWS = 10
 _WHOLE = ("verdict-checks", "verdict-conditions")
@@ -13,9 +17,9 @@ _LEFT_OUT = ("diff-operators", "diff-host")  # a comment is read by people; the 
 _SIGNS = {"pass": "✅", "fail": "❌", "inconclusive": "❔"}
 
 
-def render(document: Row) -> str:
+def render(document: VerdictDocument) -> str:
     """The document as GitHub-flavoured Markdown, ended by a line end."""
-    base, new = (code(document[side]["name"], cell=False) for side in ("base", "new"))
+    base, new = (code(side["name"], cell=False) for side in (document["base"], document["new"]))
     lines = [f"### Traceloom: {base} → {new}", ""]
     lines.append(f"{_SIGNS[document['verdict']]} **{text(headline(document))}**")
     for line in reasons(document):

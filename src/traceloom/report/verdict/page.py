@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from traceloom.report.comparison.page import standing
-from traceloom.report.table import Col, Row, Table
+from traceloom.report.table import Col, Table
 from traceloom.report.verdict.tables import headline, reasons, tables
 from traceloom.report.views.html.frame import framed, one_after_the_other
 from traceloom.report.views.html.text import text
 
+if TYPE_CHECKING:
+    from traceloom.report.documents.verdict import VerdictDocument
 
-def render(document: Row) -> str:
+
+def render(document: VerdictDocument) -> str:
     """The verdict as one HTML page that needs nothing but itself."""
     name = f"{document['base']['name']} → {document['new']['name']}"
     paragraphs = "".join(f'<p class="quiet">{text(line)}</p>' for line in reasons(document))
-    runs = [{"side": side, **run} for side in ("base", "new") for run in document[side]["runs"]]
+    sides = (("base", document["base"]), ("new", document["new"]))
+    runs = [{"side": name, **run} for name, side in sides for run in side["runs"]]
     run_columns = [
         Col("side", "Side"),
         Col("undisturbed_steps", "Undisturbed steps", "count"),

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import BinaryIO, Protocol
 
 from traceloom import __version__, files
 from traceloom.analyze.gate.summary import FORMAT, VERSION, Baseline, RunSummary, decode, encode
@@ -123,7 +123,7 @@ class _Folder:
     def write(self, name: str, data: bytes, *, force: bool) -> str:
         path = self._folder / name
 
-        def produce(handle: Any) -> None:
+        def produce(handle: BinaryIO) -> None:
             handle.write(data)
 
         files.write(path, produce, force=force)

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from traceloom.analyze.gate.verdict import ONE, PAIRS
 from traceloom.model import units
 from traceloom.report.comparison import tables as comparison
-from traceloom.report.table import Col, Row, Table
+from traceloom.report.table import Col, Table
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.verdict import CheckRow, VerdictDocument
 
 _MINUS = "-"
 
 
-def tables(document: Row) -> Iterator[Table]:
+def tables(document: VerdictDocument) -> Iterator[Table]:
     """Checks, conditions that differ, causes; then the comparison, where there is one."""
     rows = []
     for row in document["checks"]:
         measure = row["measure"]
         rows.append(
-            row
-            | {
+            {
+                **row,
                 "said_base": value(row["base"], measure),
                 "said_new": value(row["new"], measure),
                 "said_change": change(row["change"], row),
@@ -27,8 +31,8 @@ def tables(document: Row) -> Iterator[Table]:
                 if row["low"] is None
                 else f"{change(row['low'], row)} to {change(row['high'], row)}",
                 "samples": " / ".join(
-                    f"{units.counted(row[f'{side}_runs'], 'run')} ({units.count(row[f'{side}_steps'])})"
-                    for side in ("base", "new")
+                    f"{units.counted(runs, 'run')} ({units.count(steps)})"
+                    for runs, steps in ((row["base_runs"], row["base_steps"]), (row["new_runs"], row["new_steps"]))
                 ),
                 "effect": units.NONE if row["effect_size"] is None else f"{row['effect_size']:+.2f}",
             }
@@ -62,12 +66,12 @@ def tables(document: Row) -> Iterator[Table]:
         yield from (table for table in comparison.tables(document["comparison"]) if table.key != "diff-conditions")
 
 
-def headline(document: Row) -> str:
+def headline(document: VerdictDocument) -> str:
     """The verdict in one line."""
     return f"{document['sentence']}."
 
 
-def reasons(document: Row) -> list[str]:
+def reasons(document: VerdictDocument) -> list[str]:
     """What is to know about the checks: why they are inconclusive, and what their samples are."""
     checks = document["checks"]
     out = [f"{row['condition']}: {row['reason']}." for row in checks if row["reason"]]
@@ -87,7 +91,7 @@ def reasons(document: Row) -> list[str]:
         size = units.share(row["effect"], 1)
         out.append(
             f"{row['condition']}: how many runs show a change of {size} is not known: {row['reason']}."
-            if row["runs"] is None
+            if row["runs"] is None or row["scatter"] is None
             else f"{row['condition']}: a change of {size} is found eight times of ten with {row['runs']} runs a side "
             f"(a run scatters by {units.share(row['scatter'], 1)})."
         )
@@ -103,7 +107,7 @@ def value(amount: float | None, measure: str) -> str:
     return units.size(round(amount)) if measure == "bytes" else units.number(round(amount, 3))
 
 
-def change(amount: float | None, row: Row) -> str:
+def change(amount: float | None, row: CheckRow) -> str:
     """A change with its sign: in per cent, or in the unit of the measure."""
     if amount is None:
         return units.NONE

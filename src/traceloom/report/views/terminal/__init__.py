@@ -19,6 +19,7 @@ from traceloom.report.views.terminal.look import ASCII
 
 if TYPE_CHECKING:
     from traceloom.report.documents import ReportDocument
+    from traceloom.report.documents.graph import GraphDocument
     from traceloom.report.documents.short import ShortReport
     from traceloom.report.views.terminal.rendered import in_short as in_short
     from traceloom.report.views.terminal.rendered import render as render
@@ -45,7 +46,7 @@ def show_short(document: ShortReport, stream: TextIO) -> None:
     put(partial(render_short, document), stream)
 
 
-def show_graph(document: ReportDocument, stream: TextIO) -> None:
+def show_graph(document: GraphDocument, stream: TextIO) -> None:
     """Write the summary of a graph (`report.graph_document`) to a stream, as `show` does."""
     from traceloom.report.views.terminal import graph
 

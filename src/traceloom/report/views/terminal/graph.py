@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 
@@ -10,11 +11,13 @@ from traceloom.harmless import harmless
 from traceloom.model import units
 from traceloom.report.names import short
 from traceloom.report.options import ReportOptions
-from traceloom.report.table import Row
 from traceloom.report.views.terminal import notices
 from traceloom.report.views.terminal.bars import cells, plain
 from traceloom.report.views.terminal.columns import TextColumn, heading, lines, paragraph, with_bars
 from traceloom.report.views.terminal.look import DIM
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.graph import CoverageRow, GraphDocument
 
 # How an edge is known, from the surest on: a pattern and a colour each, as for every kind of time.
 EVIDENCE = (
@@ -30,7 +33,7 @@ _WORDS = {"host-ops": "host ops", "timed-ops": "timed ops", "gpu-work": "GPU wor
 _LEAST_BAR, _MOST_BAR = 8, 64
 
 
-def render(document: Row, width: int) -> Iterator[Text]:
+def render(document: GraphDocument, width: int) -> Iterator[Text]:
     """The lines of the summary, none wider than `width`."""
     ranks = len(document["ranks"])
     facts = " · ".join(
@@ -46,7 +49,7 @@ def render(document: Row, width: int) -> Iterator[Text]:
     yield Text.assemble((name, "bold"), (f"  {facts}", DIM))
     yield Text("")
     law = document["law"]
-    sentence = "The graph was not re-timed." if law is None else str(law["sentence"])
+    sentence = "The graph was not re-timed." if law is None else law["sentence"]
     yield from paragraph(sentence, width, "bold")
     yield from _path(document, width)
     yield from _coverage(document, width)
@@ -62,7 +65,7 @@ def render(document: Row, width: int) -> Iterator[Text]:
     yield from notices.notices(document["notices"], len(document["ranks"]), ReportOptions(), width)
 
 
-def _path(document: Row, width: int) -> Iterator[Text]:
+def _path(document: GraphDocument, width: int) -> Iterator[Text]:
     """What the critical path consists of; the parts add up to the window."""
     law = document["law"]
     if not law or not law["path"]:
@@ -90,9 +93,9 @@ def _path(document: Row, width: int) -> Iterator[Text]:
     yield from with_bars(columns, rows, bar, width)
 
 
-def _coverage(document: Row, width: int) -> Iterator[Text]:
+def _coverage(document: GraphDocument, width: int) -> Iterator[Text]:
     """One line per outcome: how much of its subject, and on which ranks."""
-    outcomes: dict[tuple[str, str], list[Row]] = {}
+    outcomes: dict[tuple[str, str], list[CoverageRow]] = {}
     for row in document["coverage"]:
         if not row["count"]:
             continue
@@ -130,7 +133,7 @@ def _coverage(document: Row, width: int) -> Iterator[Text]:
     yield from lines(columns, rows, ("outcome", lambda number, room: short(labels[number][1], room)), width)
 
 
-def _edges(document: Row, width: int) -> Iterator[Text]:
+def _edges(document: GraphDocument, width: int) -> Iterator[Text]:
     kinds: dict[str, dict[str, int]] = {}
     for row in document["edges"]["kinds"]:
         kinds.setdefault(row["kind"], {})[row["evidence"]] = row["count"]
@@ -161,13 +164,13 @@ def _edges(document: Row, width: int) -> Iterator[Text]:
     yield from lines(columns, rows, ("", fitting), width)
 
 
-def _clocks(document: Row, width: int) -> Iterator[Text]:
-    fitted = [row for row in document["ranks"] if row["clock_residual_ns"] is not None]
+def _clocks(document: GraphDocument, width: int) -> Iterator[Text]:
+    fitted = [(row, ns) for row in document["ranks"] if (ns := row["clock_residual_ns"]) is not None]
     if len(document["ranks"]) < 2 or not fitted:
         return
     yield from heading("Clocks", "fitted on the ends of collectives", width)
-    worst = max(row["clock_residual_ns"] for row in fitted)
-    moved = [row for row in fitted if row["clock_offset_ns"] or row["clock_drift"]]
+    worst = max(ns for _, ns in fitted)
+    moved = [row for row, _ in fitted if row["clock_offset_ns"] or row["clock_drift"]]
     sentence = f"ends agree within {units.duration(worst)}"
     if moved:
         most = max(moved, key=lambda row: abs(row["clock_offset_ns"]))

@@ -1,0 +1,142 @@
+"""Types of the document of a linked graph."""
+
+from typing import TypedDict
+
+from traceloom.model.notice import NoticeFields
+
+
+class NodeKindRow(TypedDict):
+    """The nodes of a kind."""
+
+    kind: str
+    count: int
+    time_ns: int
+
+
+class NodesValue(TypedDict):
+    """The nodes."""
+
+    count: int
+    kinds: list[NodeKindRow]
+
+
+class EdgeKindRow(TypedDict):
+    """The edges of a kind that are known in one way."""
+
+    kind: str
+    evidence: str
+    count: int
+
+
+class EdgesValue(TypedDict):
+    """The edges."""
+
+    count: int
+    kinds: list[EdgeKindRow]
+
+
+class GraphRankRow(TypedDict):
+    """A recorded rank and its clock."""
+
+    rank: int
+    host: str | None
+    process: int | None
+    device_trace: str | None
+    host_trace: str | None
+    window_start_ns: int
+    window_end_ns: int
+    clock_offset_ns: int
+    clock_drift: float
+    clock_residual_ns: int | None
+    window_ns: int
+
+
+class CoverageRow(TypedDict):
+    """What was matched, or not, and why."""
+
+    rank: int | None
+    subject: str
+    outcome: str
+    count: int
+    time_ns: int | None
+
+
+class DelayRow(TypedDict):
+    """The usual delay of a class of edges."""
+
+    kind: str
+    place: str | None
+    count: int
+    median_ns: int
+
+
+class LawRankRow(TypedDict):
+    """How far a rank is off when it is re-timed."""
+
+    rank: int
+    window_ns: int
+    exact_error_ns: int
+    honest_error_ns: int
+    honest_error: float
+
+
+class LawPathRow(TypedDict):
+    """A kind of time on the critical path."""
+
+    what: str
+    kind: str
+    count: int
+    time_ns: int
+
+
+class UnexplainedRow(TypedDict):
+    """A residual on the critical path."""
+
+    time_ns: int
+    kind: str
+    node: int
+    name: str | None
+    rank: int | None
+    start_ns: int
+
+
+class LawValue(TypedDict):
+    """What re-timing the graph gave."""
+
+    sentence: str
+    holds: bool
+    window_ns: int
+    exact_error_ns: int
+    honest_error_ns: int
+    honest_error: float
+    point_error_ns: int
+    point_error: float
+    points_hold: bool
+    residual_ns: int
+    residual_share: float
+    assumed_ns: int
+    assumed_share: float
+    pass_ns: int
+    ranks: list[LawRankRow]
+    path: list[LawPathRow]
+    unexplained: list[UnexplainedRow]
+
+
+class GraphDocument(TypedDict):
+    """What a graph is made of."""
+
+    format: str
+    version: int
+    traceloom: str
+    name: str
+    stage: str
+    epoch_ns: str
+    world_size: int | None
+    window_ns: int
+    nodes: NodesValue
+    edges: EdgesValue
+    ranks: list[GraphRankRow]
+    coverage: list[CoverageRow]
+    delays: list[DelayRow]
+    law: LawValue | None
+    notices: list[NoticeFields]
