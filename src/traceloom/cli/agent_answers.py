@@ -98,7 +98,7 @@ class ShownProcesses(TypedDict):
     hidden: int
 
 
-class HostNow(TypedDict):
+class NowAnswer(TypedDict):
     """Busy share of the processors; bytes of memory, used and in all. Null: not known."""
 
     cpu: float | None
@@ -111,7 +111,7 @@ class HostPicture(TypedDict):
     status: ShownStatus
     devices: ShownDevices
     processes: ShownProcesses
-    host: HostNow
+    host: NowAnswer
 
 
 class ShownEvent(TypedDict):

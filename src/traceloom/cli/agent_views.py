@@ -25,8 +25,8 @@ from traceloom.report.views.terminal.look import DIM, FILLS, SEVERITY
 
 if TYPE_CHECKING:
     from traceloom.cli.agent_answers import (
-        HostNow,
         HostPicture,
+        NowAnswer,
         ShownDevice,
         ShownDoctor,
         ShownEvent,
@@ -213,9 +213,9 @@ def _device_lines(devices: Sequence[ShownDevice], width: int) -> Iterator[Text]:
     yield from lines(columns, cells, ("", remark), width)
 
 
-def host_values(client: AgentClient) -> HostNow:
+def host_values(client: AgentClient) -> NowAnswer:
     """Busy share of processors and used memory, from the last minute."""
-    result: HostNow = {"cpu": None, "memory": None}
+    result: NowAnswer = {"cpu": None, "memory": None}
     rates = {
         series["labels"]["mode"]: series["values"][-1]
         for series in client.get("query", metric="host_cpu_seconds_total", since="60s")["series"]

@@ -12,8 +12,6 @@ from traceloom.model.columns import UNITS
 
 Cells = Mapping[str, Any]
 """A row as views see it: values by the keys of columns, whatever results they are of."""
-Row = dict[str, Any]
-"""A row of a table, or another object of a document."""
 PICTURES = ("bar", "spark")
 KINDS = (*UNITS, "grade", "delta", *PICTURES)
 """Kinds of a column: what its values are, so that every view writes them with a unit."""

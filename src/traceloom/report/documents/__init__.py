@@ -1,13 +1,39 @@
 """Types of the documents: dictionaries as the commands write them as JSON, key by key.
 
-`...Row` is an object of a list, `...Value` another object. Keys that the published schemas do not require, because
-files of earlier versions lack them, are required here. Nothing at run time needs these types: import them where types
-are checked, or to decode a file into checked values (`msgspec.json.decode(text, type=ReportDocument)`).
+`...Row` is an object of a list, `...Value` another object. The documents with a published schema (report, memory,
+simulation, replay) have theirs from it, by `scripts/report_schema.py`; keys that it does not require, because files of
+earlier versions lack them, are required here. Nothing at run time needs these types: import them where types are
+checked, or to decode a file into checked values (`msgspec.json.decode(text, type=ReportDocument)`).
 """
 
+from traceloom.report.documents.calibration import CalibrationDocument
+from traceloom.report.documents.comparison import ComparisonDocument
+from traceloom.report.documents.graph import GraphDocument
+from traceloom.report.documents.measurement import MeasurementDocument
 from traceloom.report.documents.memory import MemoryDocument
 from traceloom.report.documents.replay import ReplayDocument
 from traceloom.report.documents.report import ReportDocument
+from traceloom.report.documents.scaled import ScaledDocument
 from traceloom.report.documents.simulation import SimulationDocument
+from traceloom.report.documents.sweep import SweepDocument
+from traceloom.report.documents.verdict import BaselinesDocument, VerdictDocument
+from traceloom.report.documents.whatif import WhatIfDocument
+from traceloom.report.documents.workload import NodeDocument, WorkloadSummaryDocument
 
-__all__ = ["MemoryDocument", "ReplayDocument", "ReportDocument", "SimulationDocument"]
+__all__ = [
+    "BaselinesDocument",
+    "CalibrationDocument",
+    "ComparisonDocument",
+    "GraphDocument",
+    "MeasurementDocument",
+    "MemoryDocument",
+    "NodeDocument",
+    "ReplayDocument",
+    "ReportDocument",
+    "ScaledDocument",
+    "SimulationDocument",
+    "SweepDocument",
+    "VerdictDocument",
+    "WhatIfDocument",
+    "WorkloadSummaryDocument",
+]
