@@ -29,11 +29,12 @@ def collections(context: Context) -> Iterator[Said]:
     """Python collects garbage in the step."""
     mask = named(context.graph, COLLECTIONS) & context.of_kind(gs.HOST, gs.THINK)
     nodes = context.graph.nodes
-    for trace in context.traces:  # frames and annotations that the graph knows only as time of something else
-        gaps = context.in_step(context.ask(trace, analyze.idle).gaps)
-        gaps = gaps.filter(pl.col("cause").cast(pl.String) == "host_garbage_collection")
-        if mask.any() or not gaps.height:
-            continue
+    # frames and annotations that the graph knows only as time of something else
+    pauses = context.gaps.filter(pl.col("cause") == "host_garbage_collection")
+    for gaps in pauses.partition_by("trace", maintain_order=True):
+        if mask.any():
+            break
+        trace = context.traces[gaps["trace"][0]]
         # host nodes that hold such a pause of the device
         start = nodes["start_ns"].to_numpy() + context.graph.epoch_ns
         end = start + nodes["duration_ns"].to_numpy()
