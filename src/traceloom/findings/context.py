@@ -15,6 +15,7 @@ from traceloom.analyze import across_ranks
 from traceloom.analyze.across.across_ranks import AcrossRanks
 from traceloom.analyze.allocations import Allocations, allocations
 from traceloom.analyze.ancestry import forest
+from traceloom.analyze.anti_patterns import anti_patterns
 from traceloom.analyze.frames import STRETCHES
 from traceloom.analyze.idle import idle
 from traceloom.analyze.path.window import common_steps, usual_step
@@ -308,6 +309,13 @@ class Context:
         whose = np.repeat(np.arange(len(parts)), [part.height for part in parts])
         return pl.concat(parts).hstack([pl.Series("trace", whose)])
 
+    def anti_pattern(self, pattern: str) -> tuple[pl.DataFrame, pl.DataFrame]:
+        """What `AntiPatterns.patterns` and `.matches` say of one pattern in all traces, with `trace`."""
+        whole = [self.ask(trace, anti_patterns) for trace in self.traces]
+        of_pattern = pl.col("pattern") == pattern
+        rules = self.of_all(of_trace.patterns for of_trace in whole).filter(of_pattern)
+        return rules, self.of_all(of_trace.matches for of_trace in whole).filter(of_pattern)
+
     def nodes_of_all(self, rows: pl.DataFrame) -> Bools:
         """The graph's nodes for events of all traces, shape (nodes,); `rows` as of `of_all`, with a column `event`."""
         mask = np.zeros(self.graph.nodes.height, dtype=np.bool_)
@@ -383,7 +391,7 @@ class Context:
         """The nodes for some host events, what lies inside them, and the GPU work launched there, shape (nodes,)."""
         tree = forest(trace)
         roots = np.zeros(tree.row.size, dtype=np.bool_)
-        at = tree.position[events.drop_nulls().to_numpy().astype(np.int64)]
+        at = tree.position[(events.drop_nulls() if events.null_count() else events).to_numpy().astype(np.int64)]
         roots[at[at >= 0]] = True
         return self.inside(trace, roots)
 

@@ -9,6 +9,7 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze.intervals import overlaps, union
+from traceloom.analyze.vocabulary import vocabulary
 from traceloom.findings.context import Bools, Context
 from traceloom.findings.pauses import IDLE, SAMPLED, between_operators, long_ns, waits_for_requests
 from traceloom.findings.rule import Candidate, FindingRule, Said
@@ -124,12 +125,11 @@ def _loops(trace: Trace) -> pl.DataFrame:
     does is its own matter.
     """
     parent, is_op = column(trace, "parent", NO_ROW), (trace.events["category"] == cat.OP).to_numpy()
-    outermost = np.flatnonzero(is_op & ((parent < 0) | ~lookup(is_op, parent)))
-    events = trace.events[["event", "name", "lane", "parent", "step", "start_ns"]][outermost]
-    above = trace.events["name"].gather(events["parent"]).alias("above")
+    words = vocabulary(trace)
+    inside = lookup(is_op | lookup(words.matching(LOADING), words.code), parent)
+    outermost = np.flatnonzero(is_op & ((parent < 0) | ~inside))
     runs = (
-        events.hstack([above])
-        .filter(~pl.col("above").str.contains(LOADING).fill_null(value=False))
+        trace.events[["event", "name", "lane", "parent", "step", "start_ns"]][outermost]
         .sort("lane", "start_ns")
         .group_by(pl.struct("lane", "step", "parent", "name").rle_id().alias("run"), maintain_order=True)
         .agg(

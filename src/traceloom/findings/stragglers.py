@@ -197,11 +197,8 @@ def shards(context: Context) -> Iterator[Said]:
     if not context.meeting:
         yield Abstention("shard-imbalance", _APART)
         return
-    mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
-    for trace in context.traces:
-        kernel_kinds = context.ask(trace, kinds)
-        mask |= context.nodes_of(trace, kernel_kinds.filter(pl.col("kind").cast(pl.String) == "embedding")["event"])
-    mask &= context.of_kind(gs.KERNEL)
+    work = context.of_all(kinds(trace) for trace in context.traces)
+    mask = context.nodes_of_all(work.filter(pl.col("kind") == "embedding")) & context.of_kind(gs.KERNEL)
     worst = _worst(context, mask) if mask.any() else None
     if worst is None:
         return

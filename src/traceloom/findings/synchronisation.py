@@ -113,7 +113,8 @@ def _sites(context: Context) -> list[tuple[Trace, dict[str, Any], pl.DataFrame]]
     """Places in the code that wait in the steps: trace, row of its sites, and their calls, the longest first."""
     blocking = [context.ask(trace, analyze.blocking_calls) for trace in context.traces]
     calls = context.in_step(context.of_all(of_trace.calls for of_trace in blocking))
-    by_site = calls.sort("blocked_ns", descending=True, maintain_order=True).partition_by("trace", "site", as_dict=True)
+    longest_first = calls.sort("blocked_ns", descending=True, maintain_order=True)
+    by_site = {(of["trace"][0], of["site"][0]): of for of in longest_first.partition_by("trace", "site")}
     return [
         (trace, row, by_site[number, site])
         for number, (trace, of_trace) in enumerate(zip(context.traces, blocking, strict=True))
