@@ -429,6 +429,13 @@ class Context:
         """Summed work of some nodes."""
         return int(self.graph.nodes["work_ns"].to_numpy()[nodes].sum())
 
+    def work_of_ranks(self, nodes: Bools) -> dict[int, int]:
+        """Summed work of some nodes by rank, ns, the smallest rank first."""
+        ranks, of_rank = np.unique(self.graph.rank_numbers[nodes], return_inverse=True)
+        sums = np.zeros(ranks.size, dtype=np.int64)
+        np.add.at(sums, of_rank, self.graph.nodes["work_ns"].to_numpy()[nodes])
+        return dict(zip(ranks.tolist(), sums.tolist(), strict=True))
+
     def own(self, nodes: Bools) -> Bools:
         """Those of some nodes that are of the steps looked at, not of those that the device still had to do."""
         return nodes if self.elsewhere is None else nodes & ~self.elsewhere
@@ -453,9 +460,10 @@ class Context:
 
     def evidence(self, nodes: Bools, most: int = 4) -> tuple[Evidence, ...]:
         """The longest of some nodes, as they stand in their traces."""
-        rows = self.graph.nodes[np.flatnonzero(nodes)].sort("duration_ns", descending=True).head(most)
+        at = np.flatnonzero(nodes)
+        longest = np.argsort(-self.graph.nodes["duration_ns"].to_numpy()[at], kind="stable")[:most]
         shown = []
-        for row in rows.to_dicts():
+        for row in self.graph.nodes[at[longest]].to_dicts():
             trace = self.trace_of(row["rank"])
             start = int(row["start_ns"]) + self.graph.epoch_ns - self._offsets.get(row["rank"], 0)
             lane: int | None = None

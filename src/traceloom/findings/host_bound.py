@@ -17,7 +17,7 @@ from traceloom.findings.wording import brief
 from traceloom.model import Trace, units
 from traceloom.model import category as cat
 from traceloom.model import graph_schema as gs
-from traceloom.model.arrays import NO_ROW, column, lookup
+from traceloom.model.arrays import NO_ROW, NULL, column, lookup
 from traceloom.model.finding import Abstention, Evidence
 from traceloom.simulate.changes import Change
 from traceloom.simulate.selection import LOADING, Chosen, Selection
@@ -124,27 +124,24 @@ def _loops(trace: Trace) -> pl.DataFrame:
     `for value in tensor` begins with `aten::unbind`, after which any operator may be the loop's. What a data loader
     does is its own matter.
     """
-    parent, is_op = column(trace, "parent", NO_ROW), (trace.events["category"] == cat.OP).to_numpy()
-    words = vocabulary(trace)
+    words, is_op = vocabulary(trace), (trace.events["category"] == cat.OP).to_numpy()
+    parent, lane = column(trace, "parent", NO_ROW), column(trace, "lane")
     inside = lookup(is_op | lookup(words.matching(LOADING), words.code), parent)
-    outermost = np.flatnonzero(is_op & ((parent < 0) | ~inside))
-    runs = (
-        trace.events[["event", "name", "lane", "parent", "step", "start_ns"]][outermost]
-        .sort("lane", "start_ns")
-        .group_by(pl.struct("lane", "step", "parent", "name").rle_id().alias("run"), maintain_order=True)
-        .agg(
-            pl.col("name", "lane", "step").first(),
-            first=pl.col("event").first(),
-            last=pl.col("event").last(),
-            calls=pl.len(),
-        )
-    )
-    parts = (pl.col("name").shift(1) == "aten::unbind") & (pl.col("lane").shift(1) == pl.col("lane"))
-    parts = parts.fill_null(value=False)
-    first = pl.when(parts).then(pl.col("first").shift(1)).otherwise("first")
-    return runs.with_columns(parts=parts, first=first).filter(
-        pl.col("calls") >= _LOOP, pl.col("parts") | pl.col("name").is_in(_OF_ELEMENTS)
-    )
+    row = np.flatnonzero(is_op & ((parent < 0) | ~inside))
+    row = row[np.argsort(lane[row], kind="stable")]
+    # where a run begins: what comes before it is of another lane, step, parent or name
+    begins = np.ones(row.size, dtype=np.bool_)
+    columns = [values[row] for values in (lane, column(trace, "step", NULL), parent, words.code)]
+    begins[1:] = np.any([values[1:] != values[:-1] for values in columns], axis=0)
+    first = np.flatnonzero(begins)
+    calls = np.diff(np.append(first, row.size))
+    run = np.flatnonzero(calls >= _LOOP)
+    before, last = row[first[np.maximum(run - 1, 0)]], row[first[run] + calls[run] - 1]
+    events = trace.events[["name", "lane", "step"]]
+    loops, above = events[row[first[run]]], events[before]
+    parts = ((above["name"] == "aten::unbind") & (above["lane"] == loops["lane"])).to_numpy() & (run > 0)
+    numbers = {"first": np.where(parts, before, row[first[run]]), "last": last, "calls": calls[run]}
+    return loops.hstack(pl.DataFrame(numbers)).filter(pl.lit(pl.Series(parts)) | pl.col("name").is_in(_OF_ELEMENTS))
 
 
 def looped(context: Context) -> tuple[Bools, dict[str, int]]:
