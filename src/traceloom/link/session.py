@@ -244,8 +244,8 @@ def _cut(trace: Trace, low: int, high: int) -> tuple[Trace, Ints]:
         moved = [_moved(frame[column], number) for column in columns]
         inside = np.flatnonzero(np.min(moved, axis=0) >= 0)
         part = frame[inside]
-        for column_name, rows in zip(columns, moved, strict=True):
-            part.replace_column(part.get_column_index(column_name), plain(rows[inside], pl.UInt32).alias(column_name))
+        for column, rows in zip(columns, moved, strict=True):
+            part.replace_column(part.get_column_index(column), plain(rows[inside], pl.UInt32).alias(column))
         frames[name] = part
     for name in _BY_TIME:
         times = getattr(trace, name)["time_ns"].to_numpy()
@@ -255,4 +255,5 @@ def _cut(trace: Trace, low: int, high: int) -> tuple[Trace, Ints]:
 
 def _moved(rows: pl.Series, number: Ints) -> Ints:
     """References to rows of the whole trace as rows of the part; -1 where the row is not in it."""
-    return number[(rows.fill_null(number.size - 1) if rows.null_count() else rows).to_numpy()]
+    moved: Ints = number[(rows.fill_null(number.size - 1) if rows.null_count() else rows).to_numpy()]
+    return moved
