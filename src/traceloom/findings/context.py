@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -15,7 +15,9 @@ from traceloom.analyze import across_ranks
 from traceloom.analyze.across.across_ranks import AcrossRanks
 from traceloom.analyze.allocations import Allocations, allocations
 from traceloom.analyze.ancestry import forest
+from traceloom.analyze.anti_patterns import anti_patterns
 from traceloom.analyze.frames import STRETCHES
+from traceloom.analyze.idle import idle
 from traceloom.analyze.path.window import common_steps, usual_step
 from traceloom.analyze.quality_events import operators_left_out
 from traceloom.analyze.steps import of_requests
@@ -24,6 +26,7 @@ from traceloom.link import link_session
 from traceloom.model import Graph, Session, Trace, units
 from traceloom.model import category as cat
 from traceloom.model import graph_schema as gs
+from traceloom.model.arrays import NO_ROW, column, lookup
 from traceloom.model.finding import Evidence
 from traceloom.model.frames import as_declared
 from traceloom.model.graph_arrays import point_times
@@ -296,7 +299,34 @@ class Context:
 
     def in_step(self, rows: pl.DataFrame) -> pl.DataFrame:
         """The rows of the steps that are looked at, of a frame with a column `step`."""
-        return rows if self.steps is None else rows.filter(pl.col("step").is_between(self.steps[0], self.steps[-1]))
+        if self.steps is None or not rows.height:
+            return rows
+        return rows.filter(pl.col("step").is_between(self.steps[0], self.steps[-1]))
+
+    def of_all(self, frames: Iterable[pl.DataFrame]) -> pl.DataFrame:
+        """Frames of the traces, in their order, as one; `trace` says whose each row is: the place in `traces`."""
+        parts = list(frames)
+        whose = np.repeat(np.arange(len(parts)), [part.height for part in parts])
+        return pl.concat(parts).hstack([pl.Series("trace", whose)])
+
+    def anti_pattern(self, pattern: str) -> tuple[pl.DataFrame, pl.DataFrame]:
+        """What `AntiPatterns.patterns` and `.matches` say of one pattern in all traces, with `trace`."""
+        whole = [self.ask(trace, anti_patterns) for trace in self.traces]
+        of_pattern = pl.col("pattern") == pattern
+        rules = self.of_all(of_trace.patterns for of_trace in whole).filter(of_pattern)
+        return rules, self.of_all(of_trace.matches for of_trace in whole).filter(of_pattern)
+
+    def nodes_of_all(self, rows: pl.DataFrame) -> Bools:
+        """The graph's nodes for events of all traces, shape (nodes,); `rows` as of `of_all`, with a column `event`."""
+        mask = np.zeros(self.graph.nodes.height, dtype=np.bool_)
+        for of_trace in rows.partition_by("trace"):
+            mask |= self.nodes_of(self.traces[of_trace["trace"][0]], of_trace["event"])
+        return mask
+
+    @cached_property
+    def gaps(self) -> pl.DataFrame:
+        """The parts of gaps of all devices in the steps that are looked at: as `Idle.gaps`, with `trace`."""
+        return self.in_step(self.of_all(self.ask(trace, idle).gaps for trace in self.traces))
 
     @cached_property
     def across(self) -> AcrossRanks | None:
@@ -361,7 +391,7 @@ class Context:
         """The nodes for some host events, what lies inside them, and the GPU work launched there, shape (nodes,)."""
         tree = forest(trace)
         roots = np.zeros(tree.row.size, dtype=np.bool_)
-        at = tree.position[events.drop_nulls().to_numpy().astype(np.int64)]
+        at = tree.position[(events.drop_nulls() if events.null_count() else events).to_numpy().astype(np.int64)]
         roots[at[at >= 0]] = True
         return self.inside(trace, roots)
 
@@ -369,8 +399,12 @@ class Context:
         """The same for positions in the trace's forest."""
         tree = forest(trace)
         host = pl.Series(tree.row[tree.outermost_or_self(roots) >= 0], dtype=pl.UInt32)
-        launched = trace.events.select("event", "launch").filter(pl.col("launch").is_in(host.implode()))["event"]
-        return self.nodes_of(trace, pl.concat([host, launched.cast(pl.UInt32)]))
+        if not host.len():
+            return np.zeros(self.graph.nodes.height, dtype=np.bool_)
+        calls = np.zeros(trace.events.height + 1, dtype=np.bool_)  # the last for events without a call: NO_ROW
+        calls[host.to_numpy()] = True
+        launched = np.flatnonzero(lookup(calls, column(trace, "launch", NO_ROW)))
+        return self.nodes_of(trace, pl.concat([host, pl.Series(launched, dtype=pl.UInt32)]))
 
     def changed(self, base: Scenario, changes: Sequence[Change]) -> Scenario:
         """The scenario with changes in the step that is looked at, and in no other of which the graph has work."""
@@ -394,6 +428,13 @@ class Context:
     def work_ns(self, nodes: Bools) -> int:
         """Summed work of some nodes."""
         return int(self.graph.nodes["work_ns"].to_numpy()[nodes].sum())
+
+    def work_of_ranks(self, nodes: Bools) -> dict[int, int]:
+        """Summed work of some nodes by rank, ns, the smallest rank first."""
+        ranks, of_rank = np.unique(self.graph.rank_numbers[nodes], return_inverse=True)
+        sums = np.zeros(ranks.size, dtype=np.int64)
+        np.add.at(sums, of_rank, self.graph.nodes["work_ns"].to_numpy()[nodes])
+        return dict(zip(ranks.tolist(), sums.tolist(), strict=True))
 
     def own(self, nodes: Bools) -> Bools:
         """Those of some nodes that are of the steps looked at, not of those that the device still had to do."""
@@ -419,9 +460,10 @@ class Context:
 
     def evidence(self, nodes: Bools, most: int = 4) -> tuple[Evidence, ...]:
         """The longest of some nodes, as they stand in their traces."""
-        rows = self.graph.nodes.filter(pl.Series(nodes)).sort("duration_ns", descending=True).head(most)
+        at = np.flatnonzero(nodes)
+        longest = np.argsort(-self.graph.nodes["duration_ns"].to_numpy()[at], kind="stable")[:most]
         shown = []
-        for row in rows.to_dicts():
+        for row in self.graph.nodes[at[longest]].to_dicts():
             trace = self.trace_of(row["rank"])
             start = int(row["start_ns"]) + self.graph.epoch_ns - self._offsets.get(row["rank"], 0)
             lane: int | None = None
@@ -435,21 +477,31 @@ class Context:
 
     def stretches(self, nodes: Bools) -> pl.DataFrame:
         """The host time of some nodes in the steps looked at, `STRETCHES` with rank, as it stands in their traces."""
-        chosen = self.own(nodes) & self.of_kind(*HOST_KINDS)
-        rows = self.graph.nodes.filter(pl.Series(chosen)).select("rank", "lane", "start_ns", "duration_ns")
-        threads = self.graph.lanes.select("lane", "process", "thread")
-        rows = rows.join(threads, on="lane").drop("lane")
-        parts = [pl.DataFrame(schema={"rank": pl.Int32, **STRETCHES})]
-        for (rank,), of_rank in rows.group_by("rank", maintain_order=True):
-            trace = self.trace_of(rank)
-            if trace is None:
-                continue
-            lanes = trace.lanes.filter(pl.col("kind") == "host").select("lane", "process", "thread")
-            start = pl.col("start_ns") + (self.graph.epoch_ns - self._offsets.get(rank, 0))
-            placed = of_rank.join(lanes, on=["process", "thread"], nulls_equal=True).with_columns(start)
-            placed = placed.with_columns(end_ns=pl.col("start_ns") + pl.col("duration_ns"))
-            parts.append(placed.pipe(as_declared, parts[0].schema))
-        return pl.concat(parts)
+        chosen = np.flatnonzero(self.own(nodes) & self.of_kind(*HOST_KINDS))
+        rows = self.graph.nodes[["rank", "lane", "start_ns", "duration_ns"]][chosen].drop_nulls("lane")
+        lanes, shifts = self._lanes_in_traces
+        lane = rows["lane"].to_numpy()
+        start = rows["start_ns"] + shifts[lane]
+        times = (pl.Series("lane", lanes[lane]), start, (start + rows["duration_ns"]).alias("end_ns"))
+        stretches = pl.DataFrame([rows["rank"], *times])[np.flatnonzero(lanes[lane] >= 0)]
+        return stretches.pipe(as_declared, {"rank": pl.Int32, **STRETCHES})
+
+    @cached_property
+    def _lanes_in_traces(self) -> tuple[Ints, Ints]:
+        """For each lane of the graph the lane of the same thread of the host in the trace of its rank, -1 for none.
+
+        And what makes times of the graph times of that trace, ns; shape (lanes,) each.
+        """
+        threads = {
+            (rank, process, thread): lane
+            for rank in self._offsets
+            if (trace := self.trace_of(rank)) is not None
+            for lane, kind, process, thread in trace.lanes[["lane", "kind", "process", "thread"]].iter_rows()
+            if kind == "host"
+        }
+        keys = self.graph.lanes[["rank", "process", "thread"]].rows()
+        shifts = [self.graph.epoch_ns - self._offsets.get(rank, 0) for rank, *_ in keys]
+        return np.array([threads.get(key, -1) for key in keys], dtype=np.int64), np.array(shifts, dtype=np.int64)
 
     @cached_property
     def _offsets(self) -> dict[int | None, int]:
@@ -466,11 +518,7 @@ class Context:
         if row["lane"] is None:
             return None
         end = start + row["duration_ns"]
-        thread = self.graph.lanes.row(row["lane"], named=True)
-        lane = trace.lanes.filter(
-            pl.col("kind") == "host", pl.col("process") == thread["process"], pl.col("thread") == thread["thread"]
-        )["lane"]
-        frames = self.ask(trace, _frames).filter(pl.col("lane").is_in(lane.implode()))
+        frames = self.ask(trace, _frames).filter(pl.col("lane") == self._lanes_in_traces[0][row["lane"]])
         room = _MOST_OF * max(end - start, 1)
         shared = pl.min_horizontal(pl.col("end_ns"), end) - pl.max_horizontal(pl.col("start_ns"), start)
         frames_inside = frames.filter(pl.col("start_ns") < end, pl.col("end_ns") > start).filter(shared >= room)

@@ -10,8 +10,8 @@ import polars as pl
 from traceloom.findings.context import Context
 from traceloom.findings.rule import Candidate, FindingRule, Said
 from traceloom.findings.wording import brief
-from traceloom.model import Trace, units
 from traceloom.model import graph_schema as gs
+from traceloom.model import units
 from traceloom.model.finding import Abstention
 from traceloom.simulate.changes import Change
 from traceloom.simulate.selection import Chosen
@@ -21,10 +21,17 @@ _LEAST_SHARE = 0.02
 _HOST = ("HtoD", "DtoH")
 
 
-def _copies(trace: Trace) -> pl.DataFrame:
-    """Copies in order: event, kind, bytes, start_ns, op, launch."""
-    events = trace.events.select("event", "start_ns", "duration_ns", "op", "launch", "step")
-    return trace.copies.join(events, on="event", how="inner").sort("start_ns")
+def _copies(context: Context) -> pl.DataFrame:
+    """Copies of all traces, of each in order: trace, event, kind, bytes, start_ns, duration_ns, op, launch, step."""
+    columns = ["start_ns", "duration_ns", "op", "launch", "step"]
+    copies = (trace.copies.hstack(trace.events[columns][trace.copies["event"]]) for trace in context.traces)
+    return context.of_all(copies).sort("trace", "start_ns")
+
+
+def _between_host_and_device(context: Context) -> pl.DataFrame:
+    """Those that move data between host and device."""
+    data = pl.col("kind").is_in(list(_HOST)) & (pl.col("bytes") >= _LEAST_BYTES)
+    return context.ask(context, _copies).filter(data)
 
 
 def back_and_forth(context: Context) -> Iterator[Said]:
@@ -35,20 +42,20 @@ def back_and_forth(context: Context) -> Iterator[Said]:
         return
     mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
     pairs = 0
-    for trace in context.traces:
+    copies = context.in_step(_between_host_and_device(context))
+    for of_trace in copies.partition_by("trace", maintain_order=True):
         # a copy to the host, and the next copy of as many bytes back
         paired: list[int] = []
         waiting: dict[int, list[int]] = {}
-        copies = context.in_step(context.ask(trace, _copies))
-        copies = copies.filter(pl.col("kind").is_in(list(_HOST)), pl.col("bytes") >= _LEAST_BYTES)
-        for event, kind, size in copies.select("event", "kind", "bytes").iter_rows():
+        trace = context.traces[of_trace["trace"][0]]
+        for event, kind, size in of_trace[["event", "kind", "bytes"]].iter_rows():
             if kind == "DtoH":
                 waiting.setdefault(size, []).append(event)
             elif waiting.get(size):
                 paired += [waiting[size].pop(0), event]
         pairs += len(paired) // 2
         rows = pl.Series(paired, dtype=pl.UInt32)
-        calls = trace.events["launch"][rows].drop_nulls()
+        calls = trace.events["launch"][rows]
         mask |= context.nodes_of(trace, pl.concat([rows, calls.cast(pl.UInt32)]))
     if not pairs or not mask.any():
         return
@@ -66,17 +73,15 @@ def back_and_forth(context: Context) -> Iterator[Said]:
 
 def on_the_device(context: Context) -> Iterator[Said]:
     """Copies from the device to itself."""
-    mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
     by_op: dict[str, int] = {}
-    for trace in context.traces:
-        rows = _copies(trace).filter(pl.col("kind") == "DtoD")
-        mask |= context.nodes_of(trace, rows["event"])
-        names, parents = trace.events["name"], trace.events["parent"]
-        for op, duration_ns in rows.group_by("op").agg(pl.col("duration_ns").sum()).iter_rows():
-            name = "no operator" if op is None else names[op]
-            if name == "aten::copy_" and parents[op] is not None:  # who asked for the copy
-                name = names[parents[op]]
-            by_op[brief(name)] = by_op.get(brief(name), 0) + duration_ns
+    copies = context.ask(context, _copies).filter(pl.col("kind") == "DtoD")
+    mask = context.nodes_of_all(copies)
+    for number, op, duration_ns in copies.group_by("trace", "op").agg(pl.col("duration_ns").sum()).iter_rows():
+        names, parents = (context.traces[number].events[column] for column in ("name", "parent"))
+        name = "no operator" if op is None else names[op]
+        if name == "aten::copy_" and parents[op] is not None:  # who asked for the copy
+            name = names[parents[op]]
+        by_op[brief(name)] = by_op.get(brief(name), 0) + duration_ns
     mask &= context.of_kind(gs.COPY)
     time = context.work_ns(mask)
     if not mask.any() or time < _LEAST_SHARE * context.whole_ns * max(context.rank_count, 1):
@@ -96,11 +101,7 @@ def on_the_device(context: Context) -> Iterator[Said]:
 
 def exposed(context: Context) -> Iterator[Said]:
     """Copies between host and device while nothing computes."""
-    mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
-    for trace in context.traces:
-        rows = _copies(trace).filter(pl.col("kind").is_in(list(_HOST)), pl.col("bytes") >= _LEAST_BYTES)
-        mask |= context.nodes_of(trace, rows["event"])
-    mask &= context.of_kind(gs.COPY)
+    mask = context.nodes_of_all(_between_host_and_device(context)) & context.of_kind(gs.COPY)
     if context.exposed_ns(mask) < _LEAST_SHARE * context.whole_ns:
         return
     own = context.own(mask)

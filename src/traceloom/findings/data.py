@@ -20,26 +20,23 @@ _WORKERS = 4
 
 def data_starved(context: Context) -> Iterator[Said]:
     """The main thread waits for, or makes, its batches."""
-    waited, seen, workers = 0, False, False
-    evidence: list[Evidence] = []
-    waiting: list[pl.DataFrame] = []
     masks = Selection("loading").nodes(context.graph)
-    for trace in context.traces:
-        waits = context.ask(trace, analyze.data_loading).waits
-        seen |= bool(waits.height)
-        waits = context.in_step(waits)
-        workers |= bool((waits["maker"].cast(pl.String) == "workers").any())
-        waited += int(waits["duration_ns"].sum())
-        rank = pl.lit(trace.rank, dtype=pl.Int32).alias("rank")
-        lane, end = trace.events["lane"][waits["event"]], pl.col("start_ns") + pl.col("duration_ns")
-        waiting.append(waits.select(rank, lane, "start_ns", end.alias("end_ns")))
-        longest = waits.sort("duration_ns", descending=True).head(3).to_dicts()
-        evidence += [Evidence(r["name"], trace.rank, r["start_ns"], r["duration_ns"]) for r in longest]
-    if not seen:
+    waits = context.of_all(context.ask(trace, analyze.data_loading).waits for trace in context.traces)
+    if not waits.height:
         yield Abstention("data-starved", "no data loader was recorded")
         return
+    waits = context.in_step(waits)
+    waited, workers = int(waits["duration_ns"].sum()), bool((waits["maker"] == "workers").any())
     if not waited or not masks.any():
         return
+    waiting: list[pl.DataFrame] = []
+    for rows in waits.partition_by("trace"):
+        trace = context.traces[rows["trace"][0]]
+        rank = pl.lit(trace.rank, dtype=pl.Int32).alias("rank")
+        lane, end = trace.events["lane"][rows["event"]], pl.col("start_ns") + pl.col("duration_ns")
+        waiting.append(rows.select(rank, lane, "start_ns", end.alias("end_ns")))
+    longest = waits.sort("duration_ns", descending=True, maintain_order=True)
+    longest = longest.filter(pl.int_range(pl.len()).over("trace") < 3).head(5)
     chosen = Chosen("loading", masks, "loading")
     change = Change("remove", chosen) if workers else Change("workers", chosen, float(_WORKERS))
     how = "more workers (num_workers), persistent_workers=True, prefetch_factor, pin_memory=True, cheaper transforms"
@@ -51,7 +48,10 @@ def data_starved(context: Context) -> Iterator[Said]:
         advice=advice,
         hot_advice=None if workers else f"{{frame}}: make it faster, or make batches beside the step: {how}.",
         host=partial(pl.concat, waiting),
-        evidence=tuple(sorted(evidence, key=lambda wait: -(wait.duration_ns or 0))[:5]),
+        evidence=tuple(
+            Evidence(name, context.traces[number].rank, start_ns, ns)
+            for name, number, start_ns, ns in longest[["name", "trace", "start_ns", "duration_ns"]].iter_rows()
+        ),
     )
 
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import numpy as np
 import polars as pl
 
-from traceloom import analyze
 from traceloom.analyze.intervals import coverage, union
 from traceloom.analyze.kernel_kinds import kinds
 from traceloom.analyze.matrix_units import matrix_units
@@ -51,25 +50,21 @@ def _products(context: Context) -> tuple[Bools, Bools, bool]:
     """
     size = context.graph.nodes.height
     odd, unused = np.zeros(size, dtype=np.bool_), np.zeros(size, dtype=np.bool_)
-    checked = False
+    rules, matches = context.anti_pattern("unaligned_half_matmul")
+    for rows in matches.partition_by("trace"):
+        odd |= context.below(context.traces[rows["trace"][0]], rows["event"])
     for trace in context.traces:
-        anti_patterns = context.ask(trace, analyze.anti_patterns)
-        rule = anti_patterns.patterns.filter(pl.col("pattern").cast(pl.String) == "unaligned_half_matmul")
-        checked |= bool(rule["checked"].any())
-        rows = anti_patterns.matches.filter(pl.col("pattern").cast(pl.String) == "unaligned_half_matmul")
-        if rows.height:
-            odd |= context.below(trace, rows["event"])
         unused |= context.nodes_of(trace, context.ask(trace, _without_units))
     kernels = context.of_kind(gs.KERNEL)
-    return odd & kernels, unused & kernels & ~odd, checked
+    return odd & kernels, unused & kernels & ~odd, bool(rules["checked"].any())
 
 
 def _without_units(trace: Trace) -> pl.Series:
     """Events of matrix products on scalar or vector units."""
-    kernels = kinds(trace).with_columns(name=trace.events["name"][kinds(trace)["event"]])
-    names = kernels.select("name", "kind").unique()
-    state = names.with_columns(state=matrix_units(names).cast(pl.String)).filter(pl.col("state") == "unused")
-    return kernels.join(state, on=["name", "kind"], how="semi")["event"]
+    kernels = kinds(trace).hstack([trace.events["name"][kinds(trace)["event"]]])
+    names = kernels[["name", "kind"]].unique()
+    unused = names.filter(matrix_units(names) == "unused")
+    return kernels.join(unused, on=["name", "kind"], how="semi")["event"] if unused.height else kernels["event"].clear()
 
 
 def _bounded(context: Context) -> pl.DataFrame:
@@ -77,16 +72,9 @@ def _bounded(context: Context) -> pl.DataFrame:
     parts = []
     for trace in context.traces:
         rows, events = modelled(trace).drop_nulls("roofline_ns"), trace.events
-        parts.append(
-            rows.select(
-                pl.lit(trace.rank, pl.Int32).alias("rank"),
-                "event",
-                events["name"][rows["op"]].alias("op_name"),
-                events["duration_ns"][rows["event"]].alias("ns"),
-                "roofline_ns",
-                "bound",
-            )
-        )
+        rank = pl.Series("rank", [trace.rank], dtype=pl.Int32).new_from_index(0, rows.height)
+        name, ns = events["name"][rows["op"]].alias("op_name"), events["duration_ns"][rows["event"]].alias("ns")
+        parts.append(pl.DataFrame([rank, rows["event"], name, ns, rows["roofline_ns"], rows["bound"]]))
     return pl.concat(parts)
 
 
@@ -234,14 +222,12 @@ def _slow(trace: Trace) -> pl.DataFrame:
 
     Shapes without a size (`[[], []]`: lists, no tensors) say nothing about how much there is to do.
     """
-    shapes = trace.events.select("event", "op").join(
-        trace.tensors.select(pl.col("event").alias("op"), "shapes"), on="op", how="left", maintain_order="left"
-    )["shapes"]
+    shapes = trace.tensors.select("shapes", op="event").filter(pl.col("shapes").str.contains("[0-9]"))
     kernels = (
-        trace.events.select("event", "name", "category", "step", "start_ns", "duration_ns")
-        .with_columns(shapes=shapes)
-        .filter(pl.col("category") == cat.KERNEL, pl.col("shapes").str.contains("[0-9]"))
-        .join(trace.kernels.select("event", "blocks_per_sm"), on="event", how="left", maintain_order="left")
+        trace.events[["event", "name", "op", "duration_ns"]]
+        .filter(trace.events["category"] == cat.KERNEL)
+        .join(shapes, on="op", maintain_order="left")
+        .join(trace.kernels[["event", "blocks_per_sm"]], on="event", how="left", maintain_order="left")
     )
     alike = ["name", "shapes", "blocks_per_sm"]
     usual = pl.col("duration_ns").median().over(alike).round().cast(pl.Int64)

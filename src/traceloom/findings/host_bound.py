@@ -8,8 +8,8 @@ from functools import partial
 import numpy as np
 import polars as pl
 
-from traceloom import analyze
 from traceloom.analyze.intervals import overlaps, union
+from traceloom.analyze.vocabulary import vocabulary
 from traceloom.findings.context import Bools, Context
 from traceloom.findings.pauses import IDLE, SAMPLED, between_operators, long_ns, waits_for_requests
 from traceloom.findings.rule import Candidate, FindingRule, Said
@@ -17,6 +17,7 @@ from traceloom.findings.wording import brief
 from traceloom.model import Trace, units
 from traceloom.model import category as cat
 from traceloom.model import graph_schema as gs
+from traceloom.model.arrays import NO_ROW, NULL, column, lookup
 from traceloom.model.finding import Abstention, Evidence
 from traceloom.simulate.changes import Change
 from traceloom.simulate.selection import LOADING, Chosen, Selection
@@ -44,21 +45,25 @@ def launch_bound(context: Context) -> Iterator[Said]:
     if context.sampled:
         yield Abstention("launch-bound", SAMPLED)
         return
-    idle, with_latency, most, gaps = 0, 0, 0, []  # most: what better launching could win at most on one rank
-    for trace in context.traces:
-        late = _late(context, trace)
-        also = context.in_step(context.ask(trace, analyze.idle).gaps).filter(
-            pl.col("cause").cast(pl.String).is_in(list(_ALSO))
-        )
-        of_rank = int(late["duration_ns"].sum()) + int(also["duration_ns"].sum())
-        idle += int(late["duration_ns"].sum())
-        with_latency, most = with_latency + of_rank, max(most, of_rank)
-        for row in late.sort("duration_ns", descending=True).head(3).to_dicts():
-            label = f"GPU idle: {brief(row['host_activity'] or 'nothing recorded')}"
-            gaps.append(Evidence(label, trace.rank, row["start_ns"], row["duration_ns"]))
+    late = _late(context)
+    idle = int(late["duration_ns"].sum())
     if idle < _LEAST_GAP * context.whole_ns:
         return
-    most = min(most, context.step_ns * context.step_count)  # a pause may go on into the next step
+    also = context.gaps.filter(pl.col("cause").is_in(list(_ALSO)))
+    of_ranks = np.zeros(len(context.traces), dtype=np.int64)
+    for parts in (late, also):
+        np.add.at(of_ranks, parts["trace"].to_numpy(), parts["duration_ns"].to_numpy())
+    with_latency = int(of_ranks.sum())
+    # what better launching could win at most on one rank; a pause may go on into the next step
+    most = min(int(of_ranks.max()), context.step_ns * context.step_count)
+    longest = late.sort("duration_ns", descending=True, maintain_order=True)
+    gaps = [
+        Evidence(f"GPU idle: {brief(activity or 'nothing recorded')}", context.traces[trace].rank, start_ns, ns)
+        for activity, trace, start_ns, ns in longest.filter(pl.int_range(pl.len()).over("trace") < 3)
+        .head(4)
+        .select("host_activity", "trace", "start_ns", "duration_ns")
+        .iter_rows()
+    ]
     yield Candidate(
         title=f"launches come too late: the GPU is idle for {units.duration(idle)} of {context.where}"
         f"{context.over_ranks}" + (f" ({units.duration(with_latency)} with launch latency)" if most > idle else ""),
@@ -66,34 +71,41 @@ def launch_bound(context: Context) -> Iterator[Said]:
         confidence=0.6,
         advice="Submit the step with fewer, larger launches: torch.compile, CUDA graphs (torch.cuda.graphs, "
         "mode='reduce-overhead'), larger batches, fused operators.",
-        evidence=tuple(sorted(gaps, key=lambda gap: -(gap.duration_ns or 0))[:4]),
+        evidence=tuple(gaps),
         at_most_ns=most,
         host=partial(_while_late, context),
     )
 
 
-def _late(context: Context, trace: Trace) -> pl.DataFrame:
-    """Parts of gaps, as in `Idle.gaps`, in which the GPU waits for a launch that comes late."""
-    cause = pl.col("cause").cast(pl.String)
-    late = context.in_step(context.ask(trace, analyze.idle).gaps).filter(cause.is_in(list(_LATE)))
-    if context.steps is None:  # one call or operator that takes long, at the start say, does not come again
-        took = trace.events["duration_ns"].gather(late["host_event"])
-        once = pl.min_horizontal("duration_ns", took) >= long_ns(context)
-        late = late.filter(~(once & cause.is_in(list(_SINGLE))))
-    return late.filter(~(cause.is_in(list(_BETWEEN)) & (pl.col("duration_ns") >= long_ns(context))))
+def _late(context: Context) -> pl.DataFrame:
+    """Parts of gaps, as in `Context.gaps`, in which the GPU waits for a launch that comes late."""
+    cause, long = pl.col("cause"), long_ns(context)
+    late = context.gaps.filter(
+        cause.is_in(list(_LATE)), ~(cause.is_in(list(_BETWEEN)) & (pl.col("duration_ns") >= long))
+    )
+    if context.steps is not None or not late.height:
+        return late
+    # one call or operator that takes long, at the start say, does not come again
+    took = pl.concat(
+        context.traces[part["trace"][0]].events["duration_ns"].gather(part["host_event"])
+        for part in late.partition_by("trace", maintain_order=True)
+    )
+    once = pl.min_horizontal("duration_ns", took) >= long
+    return late.filter(~(once & cause.is_in(list(_SINGLE))))
 
 
 def _while_late(context: Context) -> pl.DataFrame:
     """What the threads that launch do while the GPU waits for them, `Context.stretches`."""
     host = context.stretches(context.of_kind(gs.HOST, gs.THINK, gs.LAUNCH))
     parts = [host.clear()]
-    for trace in context.traces:
-        of_rank = pl.col("rank").eq_missing(trace.rank) if len(context.traces) > 1 else pl.lit(True)
-        rows = host.filter(of_rank)
-        # of each gap as much as is late, from where that begins
-        late = _late(context, trace).drop_nulls("launch").group_by("gap", "step").agg(
-            pl.col("launch").first(), pl.col("start_ns").min(), pl.col("duration_ns").sum()
-        )  # fmt: skip
+    # of each gap as much as is late, from where that begins
+    all_late = _late(context).drop_nulls("launch").group_by("trace", "gap", "step").agg(
+        pl.col("launch").first(), pl.col("start_ns").min(), pl.col("duration_ns").sum()
+    )  # fmt: skip
+    rank = host["rank"].to_numpy()
+    for late in all_late.partition_by("trace"):
+        trace = context.traces[late["trace"][0]]
+        rows = host[np.flatnonzero(rank == trace.rank)] if len(context.traces) > 1 else host
         # lanes one after the other on one axis
         width = trace.end_ns - trace.start_ns + 1
         offset = trace.events["lane"][late["launch"]].to_numpy().astype(np.int64) * width
@@ -102,7 +114,7 @@ def _while_late(context: Context) -> pl.DataFrame:
         low, high = (rows[name].to_numpy() + lanes for name in ("start_ns", "end_ns"))
         shared = overlaps(low, high, union(start, start + late["duration_ns"].to_numpy()))
         at = pl.DataFrame({"start_ns": shared.start - lanes[shared.left], "end_ns": shared.end - lanes[shared.left]})
-        parts.append(rows[shared.left].with_columns(at.get_columns()))
+        parts.append(rows[["rank", "lane"]][shared.left].hstack(at))
     return pl.concat(parts)
 
 
@@ -112,30 +124,24 @@ def _loops(trace: Trace) -> pl.DataFrame:
     `for value in tensor` begins with `aten::unbind`, after which any operator may be the loop's. What a data loader
     does is its own matter.
     """
-    columns = ("event", "lane", "parent", "step", "start_ns")
-    events = trace.events.select(*columns, pl.col("name", "category").cast(pl.String))
-    above = events["parent"].fill_null(0)
-    is_op = events["category"] == cat.OP
-    loading = events["name"].str.contains(LOADING)[above]
-    inner = events["parent"].is_not_null() & (is_op[above] | loading)
-    runs = (
-        events.filter(is_op & ~inner)
-        .sort("lane", "start_ns")
-        .with_columns(run=pl.struct("lane", "step", "parent", "name").rle_id())
-        .group_by("run", maintain_order=True)
-        .agg(
-            pl.col("name", "lane", "step").first(),
-            first=pl.col("event").first(),
-            last=pl.col("event").last(),
-            calls=pl.len(),
-        )
-    )
-    parts = (pl.col("name").shift(1) == "aten::unbind") & (pl.col("lane").shift(1) == pl.col("lane"))
-    return (
-        runs.with_columns(parts=parts.fill_null(value=False), before=pl.col("first").shift(1))
-        .filter(pl.col("calls") >= _LOOP, pl.col("parts") | pl.col("name").is_in(_OF_ELEMENTS))
-        .with_columns(first=pl.when("parts").then("before").otherwise("first"))
-    )
+    words, is_op = vocabulary(trace), (trace.events["category"] == cat.OP).to_numpy()
+    parent, lane = column(trace, "parent", NO_ROW), column(trace, "lane")
+    inside = lookup(is_op | lookup(words.matching(LOADING), words.code), parent)
+    row = np.flatnonzero(is_op & ((parent < 0) | ~inside))
+    row = row[np.argsort(lane[row], kind="stable")]
+    # where a run begins: what comes before it is of another lane, step, parent or name
+    begins = np.ones(row.size, dtype=np.bool_)
+    columns = [values[row] for values in (lane, column(trace, "step", NULL), parent, words.code)]
+    begins[1:] = np.any([values[1:] != values[:-1] for values in columns], axis=0)
+    first = np.flatnonzero(begins)
+    calls = np.diff(np.append(first, row.size))
+    run = np.flatnonzero(calls >= _LOOP)
+    before, last = row[first[np.maximum(run - 1, 0)]], row[first[run] + calls[run] - 1]
+    events = trace.events[["name", "lane", "step"]]
+    loops, above = events[row[first[run]]], events[before]
+    parts = ((above["name"] == "aten::unbind") & (above["lane"] == loops["lane"])).to_numpy() & (run > 0)
+    numbers = {"first": np.where(parts, before, row[first[run]]), "last": last, "calls": calls[run]}
+    return loops.hstack(pl.DataFrame(numbers)).filter(pl.lit(pl.Series(parts)) | pl.col("name").is_in(_OF_ELEMENTS))
 
 
 def looped(context: Context) -> tuple[Bools, dict[str, int]]:
@@ -146,8 +152,8 @@ def looped(context: Context) -> tuple[Bools, dict[str, int]]:
     host = context.of_kind(gs.HOST, gs.THINK, gs.LAUNCH)
     start, lane = nodes["start_ns"].to_numpy(), nodes["lane"].fill_null(-1).to_numpy()
     for trace in context.traces:
-        loops = context.in_step(context.ask(trace, _loops)).sort("calls", descending=True).head(_MOST_LOOPS)
-        for row in loops.to_dicts():
+        loops = context.in_step(context.ask(trace, _loops))
+        for row in (loops.sort("calls", descending=True).head(_MOST_LOOPS) if loops.height else loops).to_dicts():
             ends = [np.flatnonzero(host & context.nodes_of(trace, pl.Series([row[end]]))) for end in ("first", "last")]
             if ends[0].size and ends[1].size:
                 in_loops |= (

@@ -11,11 +11,13 @@ import polars as pl
 from traceloom import analyze
 from traceloom.analyze.across.slow_steps import LEAST_STEPS, SlowSteps
 from traceloom.analyze.host_wait import COLLECTIONS
+from traceloom.analyze.vocabulary import vocabulary
 from traceloom.findings.context import Context
 from traceloom.findings.rule import Candidate, FindingRule, Remark, Said
 from traceloom.findings.wording import brief
 from traceloom.model import Session, units
 from traceloom.model import graph_schema as gs
+from traceloom.model.arrays import lookup
 from traceloom.model.finding import Abstention, Evidence
 from traceloom.simulate.changes import Change
 from traceloom.simulate.selection import Chosen, named
@@ -29,11 +31,12 @@ def collections(context: Context) -> Iterator[Said]:
     """Python collects garbage in the step."""
     mask = named(context.graph, COLLECTIONS) & context.of_kind(gs.HOST, gs.THINK)
     nodes = context.graph.nodes
-    for trace in context.traces:  # frames and annotations that the graph knows only as time of something else
-        gaps = context.in_step(context.ask(trace, analyze.idle).gaps)
-        gaps = gaps.filter(pl.col("cause").cast(pl.String) == "host_garbage_collection")
-        if mask.any() or not gaps.height:
-            continue
+    # frames and annotations that the graph knows only as time of something else
+    pauses = context.gaps.filter(pl.col("cause") == "host_garbage_collection")
+    for gaps in pauses.partition_by("trace", maintain_order=True):
+        if mask.any():
+            break
+        trace = context.traces[gaps["trace"][0]]
         # host nodes that hold such a pause of the device
         start = nodes["start_ns"].to_numpy() + context.graph.epoch_ns
         end = start + nodes["duration_ns"].to_numpy()
@@ -65,13 +68,11 @@ def _without_host(context: Context, slug: str) -> Iterator[Abstention]:
 def compiling(context: Context) -> Iterator[Said]:
     """torch.compile compiles in the step."""
     mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
-    count = recompiled = 0
-    for trace in context.traces:
-        rows = context.in_step(context.ask(trace, analyze.compiled).compilations)
-        count += rows.height
-        recompiled += int(rows["recompile"].fill_null(value=False).sum())
-        if rows.height:
-            mask |= context.below(trace, rows["event"])
+    compilations = (context.ask(trace, analyze.compiled).compilations for trace in context.traces)
+    compilations_in_step = context.in_step(context.of_all(compilations))
+    for rows in compilations_in_step.partition_by("trace"):
+        mask |= context.below(context.traces[rows["trace"][0]], rows["event"])
+    count, recompiled = compilations_in_step.height, int(compilations_in_step["recompile"].sum())
     if not mask.any():
         yield from _without_host(context, "compiling")
         return
@@ -91,10 +92,10 @@ def autotuning(context: Context) -> Iterator[Said]:
     """Kernels are tried out in the step."""
     mask = named(context.graph, _AUTOTUNING) & context.of_kind(*_HOST, gs.KERNEL)
     for trace in context.traces:
-        names = trace.events["name"].unique()
-        fitting = names.filter(names.str.contains(f"(?i){_AUTOTUNING}"))
-        if fitting.len():
-            rows = context.in_step(trace.events.filter(pl.col("name").is_in(fitting.implode())))
+        words = vocabulary(trace)
+        fitting = words.matching(f"(?i){_AUTOTUNING}")
+        if fitting.any():
+            rows = context.in_step(trace.events[np.flatnonzero(lookup(fitting, words.code))])
             host = rows.filter(pl.col("launch").is_null())
             mask |= context.below(trace, host["event"])
     if not mask.any():

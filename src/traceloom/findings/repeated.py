@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import numpy as np
 import polars as pl
 
-from traceloom import analyze
 from traceloom.analyze.ancestry import forest
 from traceloom.analyze.host import of_passes
 from traceloom.analyze.recompute import recomputed
@@ -74,23 +73,14 @@ def _around(context: Context, trace: Trace, roots: Bools) -> Bools:
 def unfused_optimizer(context: Context) -> Iterator[Said]:
     """An optimizer that goes through its parameters one by one."""
     mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
-    checked, reason, count = False, "", 0
-    for trace in context.traces:
-        anti_patterns = context.ask(trace, analyze.anti_patterns)
-        rule = anti_patterns.patterns.filter(pl.col("pattern").cast(pl.String) == "single_tensor_optimizer").row(
-            0, named=True
-        )
-        checked |= rule["checked"]
-        reason = rule["reason"] or reason
-        rows = context.in_step(anti_patterns.matches).filter(
-            pl.col("pattern").cast(pl.String) == "single_tensor_optimizer"
-        )
-        count += rows.height
-        if rows.height:  # a closure makes the passes inside of it
-            mask |= context.below(trace, rows["event"]) & ~context.inside(trace, context.ask(trace, of_passes))
-    if not checked:
-        yield Abstention("unfused-optimizer", reason)
+    rules, matches = context.anti_pattern("single_tensor_optimizer")
+    if not rules["checked"].any():
+        yield Abstention("unfused-optimizer", next((reason for reason in reversed(rules["reason"]) if reason), ""))
         return
+    matches = context.in_step(matches)
+    for rows in matches.partition_by("trace"):  # a closure makes the passes inside of it
+        trace = context.traces[rows["trace"][0]]
+        mask |= context.below(trace, rows["event"]) & ~context.inside(trace, context.ask(trace, of_passes))
     host = mask & context.of_kind(gs.HOST, gs.THINK, gs.LAUNCH)
     if not host.any():
         return
@@ -102,7 +92,7 @@ def unfused_optimizer(context: Context) -> Iterator[Said]:
         changes=(Change("scale", Chosen("optimizer on the host", host, "host"), _OPTIMIZER_LEFT),),
         confidence=0.7,
         advice="Use the fused or foreach implementation: `torch.optim.AdamW(..., fused=True)`.",
-        evidence=(Evidence("optimizer steps", count=count, total_ns=time), *context.evidence(host, 2)),
+        evidence=(Evidence("optimizer steps", count=matches.height, total_ns=time), *context.evidence(host, 2)),
     )
 
 
@@ -139,10 +129,10 @@ def _norms(trace: Trace) -> pl.DataFrame:
     `aten::rsqrt` after a mean (or a variance) and before a product, with only such operators between them.
     """
     nothing = pl.DataFrame(schema={"norm": pl.Int64(), "event": pl.UInt32(), "step": pl.Int32()})
-    events = trace.events.select("event", "name", "category", "step", "lane", "parent", "start_ns")
+    events = trace.events[["event", "name", "step", "lane", "parent", "start_ns"]]
     if not (events["name"] == "aten::rsqrt").any():
         return nothing
-    is_op = trace.events["category"].cast(pl.String) == cat.OP
+    is_op = trace.events["category"] == cat.OP
     by_op = events["parent"].is_null() | ~is_op.gather(events["parent"].fill_null(0))
     top = events.filter(is_op & by_op).sort("lane", "start_ns")
     names, lanes, rows = top["name"].to_list(), top["lane"].to_list(), top["event"].to_list()

@@ -19,6 +19,7 @@ from traceloom.model import graph_schema as gs
 from traceloom.model import units
 from traceloom.model.finding import Abstention, Evidence
 from traceloom.simulate.changes import Change
+from traceloom.simulate.scenario import first_starts
 from traceloom.simulate.selection import Chosen, Selection
 
 _MOST_RANKS = 4
@@ -52,13 +53,9 @@ def straggler(context: Context) -> Iterator[Said]:
         if slow_rank.fraction >= _ITS_SHARE
     }
     # else those whose work, from when they begin, ends last
-    ended = (
-        context.graph.nodes.filter(pl.Series(context.of_kind(*_WORK)))
-        .group_by("rank")
-        .agg(late=pl.col("work_ns").sum() + pl.col("start_ns").min())
-        .sort("late", "rank", descending=[True, False])
-    )
-    latest = slow or ended["rank"].drop_nulls().to_list()
+    works = context.work_of_ranks(context.of_kind(*_WORK))
+    begins = first_starts(context.graph, *_WORK)
+    latest = slow or sorted(works, key=lambda rank: -(works[rank] + begins[rank]))
     ranks = [rank for rank in latest if rank in context.meeting][:_MOST_RANKS]
     # ranks that were given more to do, by more than they compute for longer in all
     kernels = context.of_kind(gs.KERNEL)
@@ -129,15 +126,13 @@ def _behind_ns(context: Context, ranks: tuple[int, ...]) -> int:
     in_step = True if context.elsewhere is None else ~context.elsewhere
     behind = 0
     for node_kinds in ((gs.HOST, gs.THINK, gs.LAUNCH), (gs.KERNEL, gs.COPY, gs.FILL)):
-        rows = context.graph.nodes.filter(pl.Series(context.of_kind(*node_kinds) & in_step))
-        works = dict(rows.group_by("rank").agg(pl.col("work_ns").sum()).rows())
+        works = context.work_of_ranks(context.of_kind(*node_kinds) & in_step)
         others = [work for rank, work in works.items() if rank not in ranks]
         most = max((works.get(rank, 0) for rank in ranks), default=0)
         behind += max(most - round(float(np.median(others or [most]))), 0)
     if context.piped:  # where a stage begins its step is the schedule's
         return behind
-    hosts = context.graph.nodes.filter(pl.Series(context.of_kind(gs.HOST, gs.THINK, gs.LAUNCH)))
-    begins = dict(hosts.group_by("rank").agg(pl.col("start_ns").min()).rows())
+    begins = first_starts(context.graph, gs.HOST, gs.THINK, gs.LAUNCH)
     usual = float(np.median([begin for rank, begin in begins.items() if rank not in ranks] or [0]))
     return behind + max(round(max((begins.get(rank, usual) for rank in ranks), default=usual) - usual), 0)
 
@@ -175,10 +170,10 @@ def imbalance(context: Context) -> Iterator[Said]:
 
 def _worst(context: Context, mask: Bools) -> tuple[int, float, int] | None:
     """Work of the rank that works longest, times the mean, and which it is; None where all are about even."""
-    sums = context.graph.nodes.filter(pl.Series(mask)).group_by("rank").agg(pl.col("work_ns").sum())
-    top = sums.sort("work_ns", "rank", descending=[True, False]).row(0, named=True)
-    ratio = top["work_ns"] / max(float(sums["work_ns"].sum()) / max(context.rank_count, 1), 1.0)
-    return None if ratio < _UNEVEN else (top["work_ns"], ratio, top["rank"])
+    works = context.work_of_ranks(mask)
+    rank = max(works, key=lambda rank: works[rank])
+    ratio = works[rank] / max(float(sum(works.values())) / max(context.rank_count, 1), 1.0)
+    return None if ratio < _UNEVEN else (works[rank], ratio, rank)
 
 
 def _measures(context: Context) -> pl.DataFrame:
@@ -197,11 +192,8 @@ def shards(context: Context) -> Iterator[Said]:
     if not context.meeting:
         yield Abstention("shard-imbalance", _APART)
         return
-    mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
-    for trace in context.traces:
-        kernel_kinds = context.ask(trace, kinds)
-        mask |= context.nodes_of(trace, kernel_kinds.filter(pl.col("kind").cast(pl.String) == "embedding")["event"])
-    mask &= context.of_kind(gs.KERNEL)
+    work = context.of_all(kinds(trace) for trace in context.traces)
+    mask = context.nodes_of_all(work.filter(pl.col("kind") == "embedding")) & context.of_kind(gs.KERNEL)
     worst = _worst(context, mask) if mask.any() else None
     if worst is None:
         return

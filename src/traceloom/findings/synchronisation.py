@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -14,7 +15,7 @@ from traceloom import analyze
 from traceloom.findings.context import Bools, Context
 from traceloom.findings.rule import Candidate, FindingRule, Said
 from traceloom.findings.wording import brief, place
-from traceloom.model import units
+from traceloom.model import Trace, units
 from traceloom.model.finding import Abstention, Evidence
 from traceloom.simulate.changes import Change
 from traceloom.simulate.selection import Chosen
@@ -76,26 +77,20 @@ def _of(slug: str, context: Context) -> Iterator[Said]:
         return
     kinds = [kind for kind, (rule, _) in _KINDS.items() if rule == slug]
     waiting: dict[tuple[str, str], _WaitingSite] = {}
-    for trace in context.traces:
-        blocking = context.ask(trace, analyze.blocking_calls)
-        for number, row in enumerate(blocking.sites.to_dicts()):
-            if row["kind"] not in kinds:
-                continue
-            site_calls = context.in_step(blocking.calls.filter(pl.col("site") == number))
-            of_profiler = any(text is not None and _PROFILER.search(text) for text in (row["frame"], row["stack"]))
-            if not site_calls.height or of_profiler:
-                continue
-            where = brief(row["frame"]) if row["frame"] else place(row["op"] or row["call"])
-            # an op's copy and the synchronisation behind it wait for the same: only both together can go
-            nowhere = np.zeros(context.graph.nodes.height, dtype=np.bool_)
-            site = waiting.setdefault((row["kind"], where), _WaitingSite(row["kind"], row["call"], where, nowhere))
-            site.nodes |= context.nodes_of(trace, site_calls["event"])
-            site.blocked_ns += int(site_calls["blocked_ns"].sum())
-            site.pageable += row["pageable_count"]
-            site.evidence += [
-                Evidence(row["call"], trace.rank, call["start_ns"], call["blocked_ns"], row["lane"])
-                for call in site_calls.sort("blocked_ns", descending=True).head(3).to_dicts()
-            ]
+    for trace, row, site_calls in context.ask(context, _sites):
+        if row["kind"] not in kinds:
+            continue
+        where = brief(row["frame"]) if row["frame"] else place(row["op"] or row["call"])
+        # an op's copy and the synchronisation behind it wait for the same: only both together can go
+        nowhere = np.zeros(context.graph.nodes.height, dtype=np.bool_)
+        site = waiting.setdefault((row["kind"], where), _WaitingSite(row["kind"], row["call"], where, nowhere))
+        site.nodes |= context.nodes_of(trace, site_calls["event"])
+        site.blocked_ns += int(site_calls["blocked_ns"].sum())
+        site.pageable += row["pageable_count"]
+        site.evidence += [
+            Evidence(row["call"], trace.rank, start_ns, blocked_ns, row["lane"])
+            for start_ns, blocked_ns in site_calls[["start_ns", "blocked_ns"]].head(3).iter_rows()
+        ]
     for site in waiting.values():
         if not site.nodes.any():
             continue
@@ -112,6 +107,21 @@ def _of(slug: str, context: Context) -> Iterator[Said]:
             advice=_ADVICE[slug],
             evidence=tuple(sorted(site.evidence, key=lambda seen: -(seen.duration_ns or 0))[:4]),
         )
+
+
+def _sites(context: Context) -> list[tuple[Trace, dict[str, Any], pl.DataFrame]]:
+    """Places in the code that wait in the steps: trace, row of its sites, and their calls, the longest first."""
+    blocking = [context.ask(trace, analyze.blocking_calls) for trace in context.traces]
+    calls = context.in_step(context.of_all(of_trace.calls for of_trace in blocking))
+    longest_first = calls.sort("blocked_ns", descending=True, maintain_order=True)
+    by_site = {(of["trace"][0], of["site"][0]): of for of in longest_first.partition_by("trace", "site")}
+    return [
+        (trace, row, by_site[number, site])
+        for number, (trace, of_trace) in enumerate(zip(context.traces, blocking, strict=True))
+        for site, row in enumerate(of_trace.sites.to_dicts())
+        if (number, site) in by_site
+        and not any(text is not None and _PROFILER.search(text) for text in (row["frame"], row["stack"]))
+    ]
 
 
 RULES = tuple(FindingRule(slug, title, partial(_of, slug)) for slug, title in _TITLES.items())

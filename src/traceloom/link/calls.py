@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import polars as pl
 
+from traceloom.array_types import Array, Bools
 from traceloom.model.letter_case import contains
 
 # cuda, cu, hip, ze, ur, pi, sycl and mtia spellings; matched with upper and lower case alike.
@@ -28,10 +30,28 @@ HOST_BACKENDS = r"^(?:gloo|mpi|ucc):"
 POLLS = r"(?i)(event|stream)_?query|eventgetinfo|eventquerystatus"
 
 
-def named(names: pl.Series, pattern: str) -> pl.Series:
-    """Which of the names match the pattern, looked at once per distinct name."""
-    different = names.unique().drop_nulls()
-    hits = different.filter(contains(different, pattern))
-    if not hits.len():
-        return pl.Series(names.name, [False], dtype=pl.Boolean).new_from_index(0, names.len())
-    return names.is_in(hits.implode()).fill_null(value=False)
+AUTOGRAD = r"^autograd::engine::evaluate_function"
+PLAIN_OP = r"^(?:aten|c10d)::"  # does its work itself, or hands it over and goes on
+COLLECTIVE = r"^c10d::"
+OF_HOST = (
+    LAUNCHES, NO_LAUNCH, DEVICE_WAITS, STREAM_WAITS, EVENT_WAITS, BLOCKING_COPIES, RECORDS, STREAM_EVENT_WAITS,
+    HOST_BACKENDS, AUTOGRAD, PLAIN_OP, COLLECTIVE,
+)  # fmt: skip
+"""What is asked of the names of host events: of all together, which takes less than one by one."""
+
+
+def words_of(names: pl.Series) -> tuple[pl.Series, Array]:
+    """The distinct names, and for each name the index of it there, shape (names,); no name is an empty one."""
+    names = names.fill_null("") if names.null_count() else names
+    physical = names.cast(pl.Categorical).to_physical().to_numpy()  # numbers of the process, not of this trace alone
+    example = np.full(int(physical.max(initial=0)) + 1, -1)
+    example[physical] = np.arange(physical.size)
+    used = example >= 0
+    return names[example[used]], (np.cumsum(used, dtype=np.uint32) - 1)[physical]
+
+
+def named(names: pl.Series, pattern: str) -> Bools:
+    """Which of the names match the pattern, looked at once per distinct name; shape (names,)."""
+    words, word = words_of(names)
+    matches: Bools = contains(words, pattern).to_numpy()[word]
+    return matches

@@ -18,7 +18,7 @@ from traceloom.link.host_tree import HostTree
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model import graph_schema as gs
-from traceloom.model.arrays import nearest
+from traceloom.model.arrays import nearest, row_numbers
 from traceloom.model.frames import as_declared
 from traceloom.model.graph_schema import GRAPH_SCHEMAS, empty_frame
 
@@ -65,11 +65,11 @@ class OwnCommunication(Struct, frozen=True):
 
     def rows(self, parts: Parts) -> pl.DataFrame:
         """The `communication` frame."""
-        return (
-            self.about.with_columns(pl.Series("node", self.nodes(parts)), pl.lit(None, pl.Int64).alias("instance"))
-            .sort("node")
-            .pipe(as_declared, GRAPH_SCHEMAS["communication"])
-        )
+        nodes = self.nodes(parts)
+        order = np.argsort(nodes, kind="stable")
+        instance = pl.Series("instance", [None], dtype=pl.Int64).new_from_index(0, nodes.size)
+        rows = self.about[order].hstack([pl.Series("node", nodes[order]), instance])
+        return as_declared(rows, GRAPH_SCHEMAS["communication"])
 
 
 @lru_cache(maxsize=1)
@@ -88,7 +88,7 @@ def communication(trace: Trace, tree: HostTree, work: DeviceWork) -> OwnCommunic
     """
     category = trace.events["category"][work.row]
     names = trace.events["name"][work.row]
-    is_communication = named(names, _kernel_pattern()).to_numpy() & (category == cat.KERNEL).to_numpy()
+    is_communication = named(names, _kernel_pattern()) & (category == cat.KERNEL).to_numpy()
     chosen = np.flatnonzero(is_communication)
     # outermost calls of back ends that communicate from the host, without GPU work of their own
     outermost = tree.named(HOST_BACKENDS) & ~tree.call
@@ -104,30 +104,25 @@ def communication(trace: Trace, tree: HostTree, work: DeviceWork) -> OwnCommunic
     members = trace.groups.select("group", pl.col("ranks").alias("members"))
     described = (
         trace.collectives.filter(~pl.col("kind").is_in(_NOT_THE_OPERATION) | pl.col("kind").is_null())
+        .unique("event", keep="first", maintain_order=True)
+        .join(members.unique("group"), on="group", how="left", maintain_order="left")
         .with_columns(
-            whole_list("ranks", pl.Int32),
+            pl.coalesce(whole_list("ranks", pl.Int32), "members"),
             whole_list("in_splits", pl.Int64),
             whole_list("out_splits", pl.Int64),
             pl.lit(None, pl.Int64).alias("tag"),
         )
-        .join(members.unique("group"), on="group", how="left", maintain_order="left")
-        .with_columns(pl.coalesce("ranks", "members").alias("ranks"))
-        .select("event", *_FIELDS)
-        .unique("event", keep="first", maintain_order=True)
     )
+    number = np.full(trace.events.height, -1)
+    number[described["event"].to_numpy()] = np.arange(described.height)
     rows = work.row[chosen]
-    own = pl.DataFrame({"event": pl.Series(rows, dtype=pl.UInt32)}).join(
-        described, on="event", how="left", maintain_order="left"
-    )
-    around = _around(tree, described, work.call[chosen], trace.events["name"][rows])
-    on_device = own.select(pl.coalesce(pl.col(name), around[name]) for name in _FIELDS)
-    parts = [on_device, _around(tree, described, host, tree.name[host])] if host.size else [on_device]
-    about = pl.concat(parts).with_columns(pl.col("kind").replace(_PAIRS))
-    kinds = about["kind"].head(chosen.size)
-    codes = np.full(chosen.size, gs.NODE_KINDS.index(gs.COLLECTIVE))
-    codes[kinds.eq_missing("send").to_numpy()] = gs.NODE_KINDS.index(gs.SEND)
-    codes[kinds.eq_missing("receive").to_numpy()] = gs.NODE_KINDS.index(gs.RECEIVE)
-    return OwnCommunication(chosen, codes, host, about)
+    about = _completed(tree, described, work.call[chosen], names[chosen], own=number[rows])
+    if host.size:
+        about = pl.concat([about, _completed(tree, described, host, tree.name[host])])
+    about = about.with_columns(pl.col("kind").replace(_PAIRS))
+    node_kinds = {"send": gs.SEND, "receive": gs.RECEIVE}
+    codes = [gs.NODE_KINDS.index(node_kinds.get(kind, gs.COLLECTIVE)) for kind in about["kind"].head(chosen.size)]
+    return OwnCommunication(chosen, np.array(codes, dtype=np.int64), host, about)
 
 
 def whole_list(column: str, dtype: type[pl.DataType]) -> pl.Expr:
@@ -137,19 +132,28 @@ def whole_list(column: str, dtype: type[pl.DataType]) -> pl.Expr:
     return pl.when(numbers.list.eval(pl.element().is_not_null()).list.all()).then(numbers).alias(column)
 
 
-def _around(tree: HostTree, described: pl.DataFrame, position: Ints, names: pl.Series) -> pl.DataFrame:
-    """For each position the fields of itself, completed by those of the described events around it, and by its name."""
-    number = np.full(tree.row.size + 1, described.height)  # where nothing is described, the row of nulls behind them
+def _completed(
+    tree: HostTree, described: pl.DataFrame, position: Ints, names: pl.Series, own: Ints | None = None
+) -> pl.DataFrame:
+    """The fields of communications: their own, completed by those of the described events around them, and by names.
+
+    Args:
+        tree: Host events.
+        described: Events that describe a collective.
+        position: Where each communication, or the call that launched it, stands in the tree; -1 for nowhere.
+        names: Its name.
+        own: The row of `described` that is about itself, -1 for none; None where `position` says that.
+    """
+    number = np.full(tree.row.size + 1, -1)
     at = tree.position[described["event"].to_numpy()]
     number[at[at >= 0]] = np.flatnonzero(at >= 0)
-    is_described = number < described.height
+    is_described = number >= 0
     above = np.append(nearest(tree.parent, is_described[:-1]), -1)
-    table = pl.concat([described, described.clear(1)])
-    parts = []
+    parts = [] if own is None else [described[row_numbers(own)]]
     current = position
     for _ in range(3):  # the call of the back end, the op that describes it, the op of the framework
         current = np.where(is_described[current], current, above[current])
-        parts.append(table[number[current]])
+        parts.append(described[row_numbers(number[current])])
         current = above[current]
     lower = names.str.to_lowercase().alias("lower")
     by_name = [pl.when(pl.col("lower").str.contains(pattern)).then(pl.lit(kind)) for kind, pattern in _KERNEL_KINDS]

@@ -173,28 +173,29 @@ def forward_backward_edges(edges: Edges, trace: Trace, tree: HostTree, host: Seg
     it is read when an op begins: of forward ops the last to begin made the node, of backward ops the outermost stands
     for it.
     """
-    columns = trace.events.select("process", "sequence", "forward_thread", "category", "lane")
-    numbered = columns.with_columns(pl.Series("position", tree.position)).filter(
+    columns = trace.events[["process", "sequence", "forward_thread", "category", "lane"]]
+    numbered = columns.hstack([pl.Series("position", tree.position)]).filter(
         (pl.col("sequence") >= 0) & (pl.col("category") == cat.OP) & (pl.col("position") >= 0)
     )
-    forward = numbered.filter(pl.col("forward_thread").fill_null(0) == 0)
-    backward = numbered.filter(pl.col("forward_thread") > 0)
-    threads = (
-        forward.group_by("process").agg(pl.col("lane").n_unique())["lane"],
-        backward.group_by("process").agg(pl.col("forward_thread").n_unique())["forward_thread"],
+    is_forward, is_backward = pl.col("forward_thread").fill_null(0) == 0, pl.col("forward_thread") > 0
+    threads = numbered.group_by("process").agg(
+        pl.col("lane").filter(is_forward).n_unique(), pl.col("forward_thread").filter(is_backward).n_unique()
     )
-    if any((of_process > 1).any() for of_process in threads):
+    backward = numbered.filter(is_backward)
+    if (threads["lane"] > 1).any() or (threads["forward_thread"] > 1).any():
         backward = backward.clear()
-    is_backward = np.zeros(tree.row.size, dtype=np.bool_)
-    is_backward[backward["position"].to_numpy()] = True
-    outermost = nearest(tree.parent, is_backward) < 0
-    made = forward.group_by("process", "sequence").agg(pl.col("position").max().alias("forward"))
+    in_backward = np.zeros(tree.row.size, dtype=np.bool_)
+    in_backward[backward["position"].to_numpy()] = True
+    outermost = nearest(tree.parent, in_backward) < 0
+    forward = numbered.filter(is_forward).group_by("process", "sequence").agg(forward=pl.col("position").max())
     by_number = (
-        backward.filter(pl.Series(outermost[backward["position"].to_numpy()], dtype=pl.Boolean))
-        .join(made, on=["process", "sequence"], how="inner")
+        backward[np.flatnonzero(outermost[backward["position"].to_numpy()])]
+        .join(forward, on=["process", "sequence"], how="inner")
         .sort("position")
     )
-    arrows = trace.flows.filter(pl.col("kind") == "forward-backward").drop_nulls(["source", "target"])
+    arrows = trace.flows.filter(
+        pl.col("kind") == "forward-backward", pl.col("source").is_not_null(), pl.col("target").is_not_null()
+    )
     source, target = (tree.position[arrows[name].to_numpy()] for name in ("source", "target"))
     has_both = (source >= 0) & (target >= 0)
     source, target = source[has_both], target[has_both]

@@ -9,6 +9,7 @@ from msgspec import Struct
 from traceloom.array_types import Bools, Ints
 from traceloom.link.host_tree import HostTree
 from traceloom.model import Trace
+from traceloom.model.arrays import column_of
 from traceloom.model.category import COMMAND, GPU_WORK, LAUNCHES
 from traceloom.read.fields import NULL
 from traceloom.read.links import first_by_key
@@ -63,20 +64,22 @@ BY_OP = len(ORPHANS)
 
 def device_work(trace: Trace, tree: HostTree) -> DeviceWork:
     """The GPU work of a trace with its launches: by correlation, else by arrow."""
-    columns = ("event", "lane", "device", "start_ns", "duration_ns", "launch", "correlation", "category")
-    work = trace.events.filter(pl.col("category").is_in([*GPU_WORK, COMMAND])).select(columns)
+    columns = ["event", "lane", "device", "start_ns", "duration_ns", "launch", "correlation", "category", "op"]
+    work = trace.events[columns].filter(pl.col("category").is_in([*GPU_WORK, COMMAND]))
     row = work["event"].to_numpy().astype(np.int64)
     start = work["start_ns"].to_numpy()
     end = start + np.maximum(work["duration_ns"].to_numpy(), 0)
     command = (work["category"] == COMMAND).to_numpy()
-    launch = work["launch"].cast(pl.Int64).fill_null(-1).to_numpy()
+    launch, named, device = (column_of(work, name, absent=-1, large=False) for name in ("launch", "op", "device"))
     if command.any():
         calls = trace.events.filter(pl.col("category").is_in(LAUNCHES), pl.col("correlation").is_not_null())
         numbers = work["correlation"].fill_null(NULL).to_numpy()
         by_number = first_by_key(calls["correlation"].to_numpy(), calls["event"].cast(pl.Int64).to_numpy(), numbers)
         launch = np.where(command, by_number, launch)
     correlated = launch >= 0
-    arrows = trace.flows.filter(pl.col("kind") == "launch").drop_nulls(["source", "target"])
+    arrows = trace.flows.filter(
+        pl.col("kind") == "launch", pl.col("source").is_not_null(), pl.col("target").is_not_null()
+    )
     arrow_from = np.full(trace.events.height + 1, -1, dtype=np.int64)
     arrow_from[arrows["target"].to_numpy()] = arrows["source"].to_numpy()
     launch = np.where(correlated, launch, arrow_from[row])
@@ -97,7 +100,6 @@ def device_work(trace: Trace, tree: HostTree) -> DeviceWork:
     orphans[lost & ~unnumbered & (start <= earliest[lane])] = 0
     orphans[wrong] = 3
     # the op that the file names for a work without a call, where it began before the work
-    named = trace.events["op"].cast(pl.Int64).fill_null(-1).to_numpy()[row] if row.size else row
     op = np.where(lost & (named >= 0), tree.position[named], -1) if tree.position.size else np.full(row.size, -1)
     later = op >= 0
     later[later] = tree.start[op[later]] > start[later]
@@ -107,7 +109,7 @@ def device_work(trace: Trace, tree: HostTree) -> DeviceWork:
     return DeviceWork(
         row=row[order],
         lane=lane.astype(np.int64)[order],
-        device=work["device"].cast(pl.Int64).fill_null(-1).to_numpy()[order],
+        device=device[order],
         start=start[order],
         end=end[order],
         call=call[order],

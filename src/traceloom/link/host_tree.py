@@ -6,12 +6,12 @@ import numpy as np
 import polars as pl
 from msgspec import Struct
 
-from traceloom.array_types import Bools, Ints
-from traceloom.link.calls import HOST_BACKENDS, POLLS, named
+from traceloom.array_types import Array, Bools, Ints
+from traceloom.link.calls import HOST_BACKENDS, OF_HOST, POLLS, named, words_of
 from traceloom.model import Trace
 from traceloom.model import category as cat
-from traceloom.model.arrays import innermost, subtree_stops
-from traceloom.model.letter_case import contains
+from traceloom.model.arrays import NO_ROW, column_of, innermost, subtree_stops
+from traceloom.model.letter_case import contain
 from traceloom.read.nesting import nesting_depths
 
 _KEPT = (cat.OP, cat.ANNOTATION, cat.RUNTIME, cat.DRIVER, cat.COLLECTIVE)
@@ -50,7 +50,7 @@ class HostTree(Struct, frozen=True):
     call: Bools
     name: pl.Series
     words: pl.Series
-    word: Ints
+    word: Array
     polling: int
     polling_ns: int
 
@@ -59,8 +59,8 @@ class HostTree(Struct, frozen=True):
         return self.end - self.start
 
     def named(self, pattern: str, position: Ints | None = None) -> Bools:
-        """Which events, of all or of those at some positions, have a name that holds the regular expression."""
-        hits = contains(self.words, pattern).to_numpy()
+        """Which events, of all or of those at some positions, have a name that holds a pattern of `calls.OF_HOST`."""
+        hits = contain(self.words, OF_HOST)[OF_HOST.index(pattern)].to_numpy()
         matches: Bools = hits[self.word if position is None else self.word[position]]
         return matches
 
@@ -72,13 +72,12 @@ def host_tree(trace: Trace) -> HostTree:
     a communication that the host does itself (the call as a whole waits for its peers), and threads that only poll.
     """
     events = trace.events
-    category = events["category"]
-    parent = events["parent"].cast(pl.Int64).fill_null(-1).to_numpy()
+    category, parent = column_of(events, "category", large=False), column_of(events, "parent", NO_ROW, large=False)
     lane_of = events["lane"].to_numpy().astype(np.int64)
-    call = category.is_in([cat.RUNTIME, cat.DRIVER]).to_numpy()
-    kept = category.is_in(list(_KEPT)).to_numpy() & (trace.lanes["kind"] == "host").to_numpy()[lane_of]
+    call = np.isin(cat.CATEGORIES, (cat.RUNTIME, cat.DRIVER))[category]
+    kept = np.isin(cat.CATEGORIES, _KEPT)[category] & (trace.lanes["kind"] == "host").to_numpy()[lane_of]
     # of each driver call the nearest call around it
-    driver = np.flatnonzero((category == cat.DRIVER).to_numpy())
+    driver = np.flatnonzero(category == cat.CATEGORIES.index(cat.DRIVER))
     above = parent[driver]
     todo = np.flatnonzero(above >= 0)
     while (todo := todo[~call[above[todo]]]).size:  # one turn per level of nesting
@@ -106,10 +105,7 @@ def host_tree(trace: Trace) -> HostTree:
     stop = subtree_stops(lane, start, end)
     above = innermost(np.arange(row.size), stop, row.size)
     name = events["name"][row]
-    physical = name.cast(pl.Categorical).to_physical().to_numpy()  # numbers of the process, not of this trace alone
-    example = np.full(int(physical.max(initial=0)) + 1, -1)
-    example[physical] = np.arange(physical.size)
-    used = example >= 0
+    words, word = words_of(name)
     durations = events["nested_end_ns"].to_numpy() - events["start_ns"].to_numpy()
     return HostTree(
         row=row,
@@ -122,8 +118,8 @@ def host_tree(trace: Trace) -> HostTree:
         stop=stop,
         call=call[row],
         name=name,
-        words=name[example[used]],
-        word=(np.cumsum(used) - 1)[physical],
+        words=words,
+        word=word,
         polling=int(left_out.sum()),
         polling_ns=int(durations[left_out].sum()),
     )
@@ -135,7 +131,7 @@ def _communications_around(trace: Trace, parent: Ints, call: Bools) -> Ints:
     One in which something calls a device does not count: what it gives the device to do is work of its own.
     """
     outer = np.full(parent.size, -1, dtype=np.int64)
-    chosen = named(trace.events["name"], HOST_BACKENDS).to_numpy() & (trace.events["category"] != cat.PYTHON).to_numpy()
+    chosen = named(trace.events["name"], HOST_BACKENDS) & (trace.events["category"] != cat.PYTHON).to_numpy()
     if not chosen.any():
         return outer
     nested = np.flatnonzero(parent >= 0)
@@ -157,7 +153,7 @@ def _polling_lanes(trace: Trace, kept: Bools, call: Bools) -> Bools:
     lane_of = trace.events["lane"].to_numpy()
     polls = np.zeros(lane_of.size, dtype=np.bool_)
     rows = np.flatnonzero(call & kept)
-    polls[rows] = named(trace.events["name"][rows], POLLS).to_numpy()
+    polls[rows] = named(trace.events["name"][rows], POLLS)
     count = np.bincount(lane_of[kept], minlength=lanes)
     calls = np.bincount(lane_of[rows], minlength=lanes)
     poll_count = np.bincount(lane_of[polls], minlength=lanes)

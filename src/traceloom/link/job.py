@@ -45,7 +45,7 @@ def join(parts: Sequence[Graph], name: str = "") -> Graph:
     # the communication of all ranks in one frame, in the order of the parts, on a common epoch
     frames = []
     for number, (part, host) in enumerate(zip(parts, hosts, strict=True)):
-        nodes = part.nodes.select("rank", "start_ns", "duration_ns")[part.communication["node"]]
+        nodes = part.nodes[["rank", "start_ns", "duration_ns"]][part.communication["node"]]
         start = nodes["start_ns"] + (part.epoch_ns - first_epoch)
         frames.append(
             part.communication.with_columns(
@@ -157,7 +157,7 @@ def _merged(parts: Sequence[Graph], epoch: int, clocks: list[HostClock], name: s
 def _moved(key: str, frame: pl.DataFrame, before: tuple[int, int], shift: int, clock: HostClock) -> pl.DataFrame:
     """A frame of one rank with the numbers and times of the job; `before`: nodes and lanes of the ranks before it."""
     nodes, lanes = before
-    if key != "ranks" and not (nodes or lanes or shift or clock.offset_ns or clock.drift):
+    if not frame.height or (key != "ranks" and not (nodes or lanes or shift or clock.offset_ns or clock.drift)):
         return frame
     lane = (pl.col("lane") + lanes).cast(pl.UInt32)
     if key == "nodes":
@@ -186,4 +186,5 @@ def _moved(key: str, frame: pl.DataFrame, before: tuple[int, int], shift: int, c
             pl.lit(clock.drift, dtype=pl.Float64).alias("clock_drift"),
             pl.lit(clock.residual_ns, dtype=pl.Int64).alias("clock_residual_ns"),
         )
-    return frame.with_columns((pl.col(column) + nodes).cast(pl.UInt32) for column in _POINTING.get(key, ()))
+    columns = _POINTING.get(key, ())
+    return frame.with_columns((pl.col(column) + nodes).cast(pl.UInt32) for column in columns) if columns else frame

@@ -31,7 +31,7 @@ from traceloom.link.syncs import awaited, spins
 from traceloom.link.threads import hand_off_edges, hand_offs
 from traceloom.model import Trace
 from traceloom.model import graph_schema as gs
-from traceloom.model.arrays import nullable
+from traceloom.model.arrays import column_of, nullable
 from traceloom.model.category import COPY
 from traceloom.model.frames import as_declared
 from traceloom.model.graph import Graph
@@ -192,13 +192,10 @@ def _assembled(trace: Trace, parts: Parts, edges: Edges, seen: EdgeCounts, match
     )
     copy_node = np.full(trace.events.height + 1, -1, dtype=np.int64)
     copy_node[parts.work.row] = work_node
-    transfers = (
-        trace.copies.with_columns(pl.Series("node", copy_node[trace.copies["event"].to_numpy()]))
-        .filter(pl.col("node") >= 0)
-        .sort("node")
-        .select("node", "kind", "source_memory", "target_memory")
-        .cast(GRAPH_SCHEMAS["transfers"])
-    )
+    copied = copy_node[trace.copies["event"].to_numpy()]
+    order = np.argsort(copied, kind="stable")
+    order = order[copied[order] >= 0]
+    transfers = trace.copies[order].hstack([pl.Series("node", copied[order])])
     coverage = _coverage(rank, parts, seen, late, refused)
     names = nodes["name"][work_node]
     notices = (*trace.notices, *_late_notices(names, late, int(times.max() - times[0]), rank))
@@ -214,7 +211,7 @@ def _assembled(trace: Trace, parts: Parts, edges: Edges, seen: EdgeCounts, match
         edges=frame,
         lanes=lanes,
         communication=parts.communication.rows(parts),
-        transfers=transfers,
+        transfers=transfers.pipe(as_declared, GRAPH_SCHEMAS["transfers"]),
         ranks=ranks,
         coverage=coverage,
         host_ops=host_ops,
@@ -249,8 +246,7 @@ def _nodes(trace: Trace, parts: Parts, held: Ints, matching: Matching | None) ->
     number = np.full(trace.lanes.height + 1, -1, dtype=np.int64)
     number[used] = np.arange(used.size)
     lanes = (
-        trace.lanes.filter(pl.col("lane").is_in(pl.Series(used.astype(np.uint32)).implode()))
-        .sort("lane")
+        trace.lanes[used]
         .with_columns(
             pl.int_range(pl.len(), dtype=pl.UInt32).alias("lane"),
             pl.lit(trace.meta.rank or 0, dtype=pl.Int32).alias("rank"),
@@ -272,12 +268,11 @@ def _nodes(trace: Trace, parts: Parts, held: Ints, matching: Matching | None) ->
     sizes[copies["event"].to_numpy()] = copies["bytes"].to_numpy()
     sizes = sizes[event]
     sizes[: host.owner.size + 1] = -1
-    sent_bytes = parts.communication.about["in_bytes"]
-    sizes[parts.communication.nodes(parts)[sent_bytes.is_not_null().to_numpy()]] = sent_bytes.drop_nulls().to_numpy()
-    events = trace.events.select("name", "category", "op", "step", "correlation")
+    sent_bytes = column_of(parts.communication.about, "in_bytes", absent=-1, large=False)
+    sizes[parts.communication.nodes(parts)] = sent_bytes
+    events = trace.events[["name", "category", "op", "step", "correlation"]]
     row_of = nullable(event, pl.UInt32, absent=-1)
     frame = pl.DataFrame([column[row_of] for column in events])
-    is_op = frame["category"] == "op"
     nodes = frame.with_columns(
         pl.int_range(event.size, dtype=gs.Node).alias("node"),
         pl.Series(gs.NODE_KINDS, dtype=gs.NodeKind)[kind].alias("kind"),
@@ -289,7 +284,7 @@ def _nodes(trace: Trace, parts: Parts, held: Ints, matching: Matching | None) ->
         pl.Series("work_ns", end - start),
         pl.lit(0, dtype=pl.Int64).alias("residual_ns"),
         row_of.alias("event"),
-        pl.when(is_op.fill_null(value=False)).then(row_of).otherwise(pl.col("op")).alias("op"),
+        pl.when(pl.col("category") == "op").then(row_of).otherwise(pl.col("op")).alias("op"),
         pl.coalesce(pl.col("step"), nullable(step, pl.Int32, absent=-1)).alias("step"),
         nullable(sizes, absent=-1).alias("bytes"),
     )

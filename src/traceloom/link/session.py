@@ -15,7 +15,7 @@ from traceloom.errors import InputError, UsageError
 from traceloom.link.job import join
 from traceloom.link.rank import link_rank
 from traceloom.model import Graph, Session, Trace
-from traceloom.model.arrays import nullable
+from traceloom.model.arrays import NO_ROW, column_of, plain, row_numbers
 from traceloom.model.category import COMMAND, GPU_WORK
 from traceloom.model.notice import Notice
 from traceloom.model.parked import ColumnFiles, many
@@ -26,7 +26,9 @@ from traceloom.retime import calibrate
 Say = Callable[[str], None]
 
 _KEPT = 2  # graphs remembered: of one run, the whole and a step
-_POINTING = {"collectives": "event", "copies": "event", "syncs": "event", "python": "event", "tensors": "event"}
+_POINTING = {
+    **dict.fromkeys(("collectives", "copies", "syncs", "python", "tensors"), ("event",)), "flows": ("source", "target"),
+}  # fmt: skip
 _NOT_LINKED = ("allocations", "kernels", "sources")
 _BY_TIME = ("counters", "marks")
 _REFERENCES = ("parent", "op", "launch")
@@ -196,7 +198,7 @@ def _cut(trace: Trace, low: int, high: int) -> tuple[Trace, Ints]:
     start = events["start_ns"].to_numpy()
     end = start + np.maximum(events["duration_ns"].to_numpy(), 0)
     device = events["category"].is_in([*GPU_WORK, COMMAND]).to_numpy()
-    launch = events["launch"].cast(pl.Int64).fill_null(-1).to_numpy()
+    launch = column_of(events, "launch", NO_ROW, large=False)
     running = device & (start < high) & (end > low) & (launch >= 0)
     before = running.copy()
     before[running] = start[launch[running]] < low
@@ -212,7 +214,7 @@ def _cut(trace: Trace, low: int, high: int) -> tuple[Trace, Ints]:
     bound = np.where(host, high, until)
     # What has no length counts where it stands; the first moment belongs to the part, the last does not.
     kept = own_work | ran | (~device & (start < bound) & ((end > from_ns) | (start >= from_ns)))
-    parent = events["parent"].cast(pl.Int64).fill_null(-1).to_numpy()
+    parent = column_of(events, "parent", NO_ROW, large=False)
     # parents stand above all children that stood under them
     while (missing := parent[kept & (parent >= 0) & ~kept[parent]]).size:
         kept[missing] = True
@@ -234,20 +236,24 @@ def _cut(trace: Trace, low: int, high: int) -> tuple[Trace, Ints]:
         # Negative durations of damaged files stay; others end at the bound, never before they begin.
         pl.Series("duration_ns", np.where(duration < 0, duration, np.maximum(last - first, 0))),
         pl.Series("nested_end_ns", np.maximum(nested, first)),
-        *(_moved(events[column], number).alias(column) for column in _REFERENCES),
+        *(row_numbers(_moved(events[name], number)).alias(name) for name in _REFERENCES),
     )
     frames: dict[str, Any] = {"events": events, **{name: empty(name) for name in _NOT_LINKED}}
-    for name, column in _POINTING.items():
-        frame = getattr(trace, name)
-        frames[name] = frame.with_columns(_moved(frame[column], number)).drop_nulls(column)
-    flows = trace.flows.with_columns(_moved(trace.flows[end], number) for end in ("source", "target"))
-    frames["flows"] = flows.drop_nulls(["source", "target"])
+    for name, columns in _POINTING.items():
+        frame: pl.DataFrame = getattr(trace, name)
+        moved = [_moved(frame[column], number) for column in columns]
+        inside = np.flatnonzero(np.min(moved, axis=0) >= 0)
+        part = frame[inside]
+        for column, rows in zip(columns, moved, strict=True):
+            part.replace_column(part.get_column_index(column), plain(rows[inside], pl.UInt32).alias(column))
+        frames[name] = part
     for name in _BY_TIME:
-        frames[name] = getattr(trace, name).filter(pl.col("time_ns").is_between(from_ns, high, closed="left"))
+        times = getattr(trace, name)["time_ns"].to_numpy()
+        frames[name] = getattr(trace, name)[np.flatnonzero((times >= from_ns) & (times < high))]
     return replace(trace, **frames), row
 
 
-def _moved(rows: pl.Series, number: Ints) -> pl.Series:
-    """References to rows of the whole trace as rows of the part; null where the row is not in it."""
-    old = rows.fill_null(number.size - 1).to_numpy()
-    return nullable(number[old], pl.UInt32, absent=-1).alias(rows.name)
+def _moved(rows: pl.Series, number: Ints) -> Ints:
+    """References to rows of the whole trace as rows of the part; -1 where the row is not in it."""
+    moved: Ints = number[(rows.fill_null(number.size - 1) if rows.null_count() else rows).to_numpy()]
+    return moved

@@ -26,7 +26,6 @@ _LONG_SPIN_NS = 200_000
 _CLOSE = 0.05  # of the segment's length, and not more than the next two, lie between its end and the work's
 _BEFORE_NS = 100_000  # the count that is looked for stands in memory before the kernel that writes it has ended
 _AFTER_NS = 20_000
-_PLAIN_OP = r"^(?:aten|c10d)::"  # does its own work
 
 
 class AwaitedWork(Struct, frozen=True):
@@ -166,18 +165,21 @@ def _copies(trace: Trace, tree: HostTree, work: DeviceWork) -> _Pairs:
 
     Copies from pageable memory to the device are staged: the call returns when the last piece stands in the buffer.
     """
-    copies = trace.copies.select("event", "kind", "source_memory", "target_memory")
     number = np.full(trace.events.height + 1, -1, dtype=np.int64)
     number[work.row] = np.arange(work.row.size)
-    of = number[copies["event"].to_numpy()]
+    of = number[trace.copies["event"].to_numpy()]
     launched = of >= 0
     launched[launched] = work.call[of[launched]] >= 0
-    of, copies = of[launched], copies.filter(pl.Series(launched, dtype=pl.Boolean))
+    of, copies = of[launched], trace.copies[np.flatnonzero(launched)]
     call = work.call[of]
     blocking = tree.named(calls.BLOCKING_COPIES, call)
-    pageable = pl.col("target_memory").eq_missing("pageable")
-    to_host = copies.select((pl.col("kind") == "DtoH") & pageable).to_series().to_numpy()
-    pinned = copies["source_memory"].is_in(["pinned", "device"]).fill_null(value=False).to_numpy()
+    to_host, pinned = (
+        column.to_numpy()
+        for column in copies.select(
+            to_host=(pl.col("kind") == "DtoH") & pl.col("target_memory").eq_missing("pageable"),
+            pinned=pl.col("source_memory").is_in(["pinned", "device"]).fill_null(value=False),
+        )
+    )
     # a call that returned no earlier than its copy ended did wait
     waited = ~pinned & (tree.end[call] >= work.end[of]) & (tree.end[call] - work.end[of] < _AT_ONCE_NS)
     chosen = blocking | to_host | waited
@@ -203,7 +205,7 @@ def spins(trace: Trace, tree: HostTree, host: Segments, times: WorkByTime, waits
         nothing = np.zeros(0, dtype=np.int64)
         return nothing, nothing
     category = trace.events["category"][tree.row]
-    plain = (category == "op").to_numpy() & tree.named(_PLAIN_OP)
+    plain = (category == "op").to_numpy() & tree.named(calls.PLAIN_OP)
     fits = ~np.append(tree.call | plain, True)[host.owner] & (host.end - host.start >= _LONG_SPIN_NS)
     fits[waits] = False
     submits = np.zeros(tree.row.size + 1, dtype=np.bool_)

@@ -6,7 +6,7 @@ import numpy as np
 from msgspec import Struct
 
 from traceloom.array_types import Bools, Ints
-from traceloom.link.calls import HOST_BACKENDS
+from traceloom.link.calls import AUTOGRAD, COLLECTIVE, HOST_BACKENDS, PLAIN_OP
 from traceloom.link.edges import Edges
 from traceloom.link.host_tree import HostTree
 from traceloom.link.segments import Segments
@@ -20,9 +20,6 @@ _AWAKE_NS = 30_000  # who was waited for, woke the main thread: it goes on this 
 _ALONE = 0.15  # or after this share of its quiet time
 _ONLY = 0.9  # of a thread's outermost events are of the backward pass
 _FAR_MORE = 10  # times as many calls and operators
-_AUTOGRAD = r"^autograd::engine::evaluate_function"
-_PLAIN_OP = r"^(?:aten|c10d)::"  # does its work itself, or hands it over and goes on
-_COLLECTIVE = r"^c10d::"
 _IDLE_NS = 100_000  # a thread that has had nothing to do for this long was given something
 _JUST_NS = 1_000_000  # by what ended no longer ago than this, for all that is known
 _WORKED = 0.5  # in which it ran at least: it worked
@@ -107,7 +104,7 @@ def hand_offs(trace: Trace, tree: HostTree, host: Segments) -> HandOffs:
     quiet = _quiet(trace, tree, host)
     cpu = CpuTime.of(trace)
     gap = (host.owner < 0) & (host.end - host.start >= _QUIET_NS)
-    autograd = np.unique(tree.lane[tree.named(_AUTOGRAD)])
+    autograd = np.unique(tree.lane[tree.named(AUTOGRAD)])
     main = _main_lane(trace, tree, lanes)
     backend = np.flatnonzero(tree.named(HOST_BACKENDS) & ~tree.call & (tree.lane != main))
     spells = {}
@@ -169,10 +166,10 @@ def _main_lane(trace: Trace, tree: HostTree, lanes: Ints) -> int:
     root = tree.parent < 0
     size = int(lanes.max()) + 1
     roots = np.bincount(tree.lane[root], minlength=size)
-    autograd_roots = np.bincount(tree.lane[root & tree.named(_AUTOGRAD)], minlength=size)
+    autograd_roots = np.bincount(tree.lane[root & tree.named(AUTOGRAD)], minlength=size)
     own = lanes[autograd_roots[lanes] < _ONLY * np.maximum(roots[lanes], 1)]
     own = own if own.size else lanes
-    plain = tree.call | tree.named(_PLAIN_OP)
+    plain = tree.call | tree.named(PLAIN_OP)
     done = np.bincount(tree.lane[plain], minlength=size)
     most = int(own[done[own].argmax()])
     named = own[(trace.lanes["name"] == "main thread").to_numpy()[own]]
@@ -182,7 +179,7 @@ def _main_lane(trace: Trace, tree: HostTree, lanes: Ints) -> int:
 def _quiet(trace: Trace, tree: HostTree, host: Segments) -> Bools:
     """Gaps and self times, of some length, in which nothing says what the thread does."""
     category = trace.events["category"][tree.row]
-    plain = (category == "op").to_numpy() & tree.named(_PLAIN_OP)
+    plain = (category == "op").to_numpy() & tree.named(PLAIN_OP)
     works = tree.call | plain | tree.named(HOST_BACKENDS)
     quiet: Bools = ~np.append(works, False)[host.owner] & (host.end - host.start >= _QUIET_NS)
     return quiet
@@ -317,7 +314,7 @@ def _wakers(host: Segments, tree: HostTree, quiet: Bools, has_waker: Ints, main:
 
 def _calls_for(tree: HostTree, backend: Ints) -> Ints:
     """The framework's call on another thread that began last before each communication; -1 where there is none."""
-    calls = np.flatnonzero(tree.named(_COLLECTIVE) & ~tree.call)
+    calls = np.flatnonzero(tree.named(COLLECTIVE) & ~tree.call)
     if not calls.size:
         return np.full(backend.size, -1, dtype=np.int64)
     calls = calls[np.argsort(tree.start[calls], kind="stable")]

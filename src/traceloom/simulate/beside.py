@@ -47,23 +47,22 @@ def set_beside(graph: Graph, hidden: Bools, work_ns: Ints, delay_ns: Ints) -> tu
     )
     within = np.flatnonzero(moved & hidden[target])
     # An optimizer's first work waits for the last hidden work of each stream before it.
-    times = graph.nodes.select(
-        "node",
-        pl.col("rank").fill_null(-1),
-        "lane",
-        "step",
-        "start_ns",
-        end_ns=pl.col("start_ns") + pl.col("duration_ns"),
-    )
-    device = graph.nodes_of(*_DEVICE)
-    firsts = times.filter(pl.Series(optimizer & device & ~hidden)).sort("start_ns", "node")
-    firsts = firsts.unique(["rank", "step"], keep="first", maintain_order=True).select("rank", "start_ns", first="node")
-    before = times.filter(pl.Series(hidden)).select("rank", "lane", "end_ns", last="node").sort("end_ns", "last")
-    pairs = before.join_asof(
-        firsts, left_on="end_ns", right_on="start_ns", by="rank", strategy="forward", check_sortedness=False
-    ).drop_nulls("first")
-    pairs = pairs.unique(["lane", "first"], keep="last", maintain_order=True)
-    last, first = (pairs[end].cast(pl.Int64).to_numpy() for end in ("last", "first"))
+    start, ranks = graph.nodes["start_ns"].to_numpy(), graph.rank_numbers
+    end = start + graph.nodes["duration_ns"].to_numpy()
+    firsts = np.flatnonzero(optimizer & graph.nodes_of(*_DEVICE) & ~hidden)
+    firsts = firsts[np.argsort(start[firsts], kind="stable")]
+    firsts = firsts[np.sort(np.unique(steps_of_ranks(graph)[firsts], return_index=True)[1])]
+    last = np.flatnonzero(hidden)
+    last = last[np.argsort(end[last], kind="stable")]
+    first = np.full(last.size, -1)
+    for rank in np.unique(ranks[firsts]):
+        of_rank, own = firsts[ranks[firsts] == rank], np.flatnonzero(ranks[last] == rank)
+        first[own] = np.append(of_rank, -1)[np.searchsorted(start[of_rank], end[last[own]])]
+    last, first = last[first >= 0], first[first >= 0]
+    lane = graph.nodes["lane"][last].cast(pl.Int64).fill_null(-1).to_numpy()
+    pairs = lane * graph.nodes.height + first
+    kept = np.sort(last.size - 1 - np.unique(pairs[::-1], return_index=True)[1])
+    last, first = last[kept], first[kept]
     # What each node takes itself: its work, or the transfer of its communication.
     own_ns = work_ns.copy()
     transfers = graph.edges_of("rendezvous") & to_end
@@ -117,15 +116,25 @@ def _times(graph: Graph) -> tuple[Ints, Ints, Ints]:
     return start, start + duration, graph.rank_numbers
 
 
+def steps_of_ranks(graph: Graph) -> Ints:
+    """For each node a number that only nodes of its step on its rank have, shape (nodes,)."""
+    numbers: Ints = graph.rank_numbers.astype(np.int64) * 2**32 + graph.nodes["step"].fill_null(-1).to_numpy()
+    return numbers
+
+
 def of_optimizer(graph: Graph) -> Bools:
     """Work that is launched in a step from the beginning of its optimizer on, shape (nodes,)."""
-    launches = graph.edges.filter(pl.col("kind") == "launch").select("source", "target")
-    nodes = graph.nodes.select("rank", "step", "start_ns", "name")
-    optimizers = nodes.filter(pl.col("name").str.starts_with("Optimizer.step#"))
-    begins = optimizers.group_by("rank", "step").agg(begins=pl.col("start_ns").min())
-    calls = nodes[launches["source"]].join(
-        begins, on=["rank", "step"], how="left", maintain_order="left", nulls_equal=True
-    )
-    of = np.zeros(nodes.height, dtype=np.bool_)
-    of[launches["target"].to_numpy()] = (calls["start_ns"] >= calls["begins"]).fill_null(value=False).to_numpy()
+    of = np.zeros(graph.nodes.height, dtype=np.bool_)
+    optimizers = np.append(graph.names.str.starts_with("Optimizer.step#").to_numpy(), False)[graph.name_numbers]
+    if not optimizers.any():
+        return of
+    launches = graph.edges_of("launch")
+    call, work = (graph.edges[end].to_numpy()[launches] for end in ("source", "target"))
+    start = graph.nodes["start_ns"].to_numpy()
+    step = steps_of_ranks(graph)
+    steps, step_of = np.unique(step[optimizers], return_inverse=True)
+    begins = np.full(steps.size, np.iinfo(np.int64).max)
+    np.minimum.at(begins, step_of, start[optimizers])
+    at = np.minimum(np.searchsorted(steps, step[call]), steps.size - 1)
+    of[work] = (steps[at] == step[call]) & (start[call] >= begins[at])
     return of

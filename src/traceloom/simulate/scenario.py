@@ -15,7 +15,7 @@ from traceloom.model.graph import Graph
 from traceloom.model.graph_arrays import array
 from traceloom.retime import ABSENT, Plan
 from traceloom.retime.running import running
-from traceloom.simulate.beside import set_beside
+from traceloom.simulate.beside import set_beside, steps_of_ranks
 from traceloom.simulate.changes import Change
 from traceloom.simulate.selection import Selection
 
@@ -145,8 +145,7 @@ def catch_up(out: Scenario, change: Change, _chosen: Bools) -> None:
     of_late = late[place]
     out.work_ns[at[of_late]] = np.rint(out.work_ns[at] * factor)[of_late].astype(np.int64)
     # who begins later than the middle one of the others begins when that does
-    hosts = out.graph.nodes.filter(pl.col("kind").is_in([gs.HOST, gs.THINK, gs.LAUNCH]))
-    begins = dict(hosts.group_by("rank").agg(pl.col("start_ns").min()).rows())
+    begins = first_starts(out.graph, gs.HOST, gs.THINK, gs.LAUNCH)
     middle = float(np.median([begins[rank] for rank in others if rank in begins] or [0]))
     source, _ = out.ends()
     rank_of = out.graph.rank_numbers[source]
@@ -157,6 +156,15 @@ def catch_up(out: Scenario, change: Change, _chosen: Bools) -> None:
             delay, start = out.delay_ns[origin], out.graph.nodes["start_ns"].to_numpy()
             earliest = start.min() - start[source[origin]]  # nothing of the rank begins before the job
             out.delay_ns[origin] = np.maximum(delay - later_ns, np.minimum(delay, earliest))
+
+
+def first_starts(graph: Graph, *kinds: str) -> dict[int, int]:
+    """When the first node of some kinds begins on each rank that has one, ns."""
+    nodes = graph.nodes_of(*kinds)
+    ranks, of_rank = np.unique(graph.rank_numbers[nodes], return_inverse=True)
+    first = np.full(ranks.size, np.iinfo(np.int64).max)
+    np.minimum.at(first, of_rank, graph.nodes["start_ns"].to_numpy()[nodes])
+    return dict(zip(ranks.tolist(), first.tolist(), strict=True))
 
 
 def launch_in_time(out: Scenario, change: Change, chosen: Bools) -> None:
@@ -219,19 +227,16 @@ def balance(out: Scenario, _change: Change, chosen: Bools) -> None:
 
 def load_beside(out: Scenario, change: Change, chosen: Bools) -> None:
     """N processes load beside the step: what remains is what they cannot finish in the rest of it."""
-    frame = out.graph.nodes.select("rank", "start_ns", "duration_ns", "step").with_columns(
-        pl.Series("loading", np.where(chosen, out.work_ns, 0))
-    )
-    ends = pl.col("start_ns") + pl.col("duration_ns")
-    keys = ["rank", pl.col("step").fill_null(-1)]
-    steps = frame.group_by(keys).agg(pl.col("loading").sum(), window=ends.max() - pl.col("start_ns").min())
-    left = pl.max_horizontal(pl.col("loading") / max(change.factor, 1.0) - (pl.col("window") - pl.col("loading")), 0)
-    factors = steps.with_columns(factor=(left / pl.max_horizontal("loading", 1)).clip(upper_bound=1.0))
-    by_row = frame.with_columns(pl.col("step").fill_null(-1)).join(
-        factors, on=["rank", "step"], how="left", maintain_order="left", nulls_equal=True
-    )
-    row_factors = by_row["factor"].fill_null(1.0).to_numpy()
-    out.work_ns[chosen] = np.rint(out.work_ns[chosen] * row_factors[chosen]).astype(np.int64)
+    steps, step_of = np.unique(steps_of_ranks(out.graph), return_inverse=True)
+    loading, end = (np.zeros(steps.size, dtype=np.int64) for _ in range(2))
+    start = np.full(steps.size, np.iinfo(np.int64).max)
+    begins, durations = (out.graph.nodes[name].to_numpy() for name in ("start_ns", "duration_ns"))
+    np.add.at(loading, step_of[chosen], out.work_ns[chosen])
+    np.minimum.at(start, step_of, begins)
+    np.maximum.at(end, step_of, begins + durations)
+    left = np.maximum(loading / max(change.factor, 1.0) - (end - start - loading), 0)
+    factor = np.minimum(left / np.maximum(loading, 1), 1.0)
+    out.work_ns[chosen] = np.rint(out.work_ns[chosen] * factor[step_of[chosen]]).astype(np.int64)
 
 
 _APPLY: dict[str, Callable[[Scenario, Change, Bools], None]] = {

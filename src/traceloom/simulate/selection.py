@@ -108,7 +108,7 @@ class Chosen:
 
 def of_events(graph: Graph, rank: int | None, events: pl.Series) -> Bools:
     """The nodes that stand for some events (rows) of one rank's trace, shape (nodes,)."""
-    rows = events.drop_nulls().to_numpy()
+    rows = (events.drop_nulls() if events.null_count() else events).to_numpy()
     chosen: Bools = np.zeros(int(rows.max()) + 1 if rows.size else 0, dtype=np.bool_)
     chosen[rows] = True
     within = graph.events < chosen.size

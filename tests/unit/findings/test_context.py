@@ -11,6 +11,7 @@ import polars as pl
 import pytest
 
 from support.by_hand import BUSY, GEMM, HandStep
+from support.jobs import Recipe, training_job
 from traceloom.findings import Context
 from traceloom.model import Session
 from traceloom.model import graph_schema as gs
@@ -194,3 +195,27 @@ def test_evidence_is_the_longest_first_at_its_own_time() -> None:
     for one in shown:
         row = events.filter(events["name"] == one.what).row(0, named=True)
         assert (one.start_ns, one.lane, one.rank) == (row["start_ns"], row["lane"], 0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_events_and_threads_of_ranks_are_told_apart_though_their_numbers_are_the_same(seed: int) -> None:
+    draw = random.Random(seed)
+    job = training_job(Recipe(steps=2, layers=2, ranks=3, seed=seed)).run()
+    context = Context.of(Session(tuple(builder.build() for builder in job.traces()), "job"))
+    rows = {(trace, draw.randrange(context.traces[trace].events.height)) for _ in range(300) for trace in (0, 2)}
+    frames = [
+        pl.DataFrame({"event": sorted(event for place, event in rows if place == trace)}, schema={"event": pl.UInt32})
+        for trace in range(3)
+    ]
+    chosen = context.nodes_of_all(context.of_all(frames))
+    nodes = context.graph.nodes
+    places = {trace.rank: place for place, trace in enumerate(context.traces)}
+    expected = [(places[rank], event) in rows for rank, event in nodes.select("rank", "event").iter_rows()]
+    assert any(expected)
+    assert chosen.tolist() == expected
+    # the host time of events stands on their own lanes of their own traces, at their own times
+    stretches = context.stretches(chosen)
+    assert set(stretches["rank"]) == {0, 2}
+    for rank, lane, start, end in stretches.iter_rows():
+        events = context.traces[places[rank]].events[frames[places[rank]]["event"]]
+        assert events.filter(pl.col("lane") == lane, pl.col("start_ns") <= start, pl.col("nested_end_ns") >= end).height

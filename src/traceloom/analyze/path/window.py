@@ -52,8 +52,11 @@ def usual_step(traces: Iterable[Trace]) -> int | None:
 
 def common_steps(traces: Iterable[Trace]) -> list[int]:
     """The whole steps that most ranks have, from the shortest to the longest on their slowest rank."""
-    steps = [trace.steps.select("step", "complete", ns=pl.col("end_ns") - pl.col("start_ns")) for trace in traces]
-    lengths = pl.concat(steps).filter(pl.col("ns") > 0) if steps else pl.DataFrame()
+    steps = [trace.steps[["step", "complete", "start_ns", "end_ns"]] for trace in traces]
+    lengths = pl.concat(steps) if steps else pl.DataFrame()
+    if not lengths.height:
+        return []
+    lengths = lengths.select("step", "complete", ns=pl.col("end_ns") - pl.col("start_ns")).filter(pl.col("ns") > 0)
     if not lengths.height:
         return []
     whole = lengths.filter("complete")
@@ -99,7 +102,7 @@ def window_of(graph: Graph, step: int | None, session: Session | None = None) ->
             starts = trace.events["start_ns"].to_numpy()
             first, after = (int(np.searchsorted(starts, row["start_ns"], side=side)) for side in _SIDES)
             marks = first + np.flatnonzero((trace.events["name"][first:after] == row["name"]).to_numpy())
-            nodes = _events_of(graph, clock.rank)
+            nodes = _events_of(graph, trace, clock.rank)
             marked = nodes[np.isin(graph.nodes["event"][nodes].to_numpy(), marks)]
             lanes = graph.nodes["lane"][marked].drop_nulls()
             lane = int(lanes[0]) if lanes.len() else thread.get(clock.rank)
@@ -171,7 +174,7 @@ def clocks(graph: Graph, session: Session, step: int | None) -> Iterator[tuple[T
         if rank is None or rank in done:
             continue
         done.add(rank)
-        nodes = _events_of(graph, rank)
+        nodes = _events_of(graph, trace, rank)
         shift = -graph.epoch_ns
         if nodes.size:  # as the events that begin next to the step tell
             first = np.full(trace.events.height, _NEVER)
@@ -187,6 +190,6 @@ def clocks(graph: Graph, session: Session, step: int | None) -> Iterator[tuple[T
         yield trace, RankClock(rank, shift)
 
 
-def _events_of(graph: Graph, rank: int) -> Ints:
+def _events_of(graph: Graph, trace: Trace, rank: int) -> Ints:
     """Nodes of the recorded events of a rank."""
-    return np.flatnonzero(graph.nodes["event"].is_not_null().to_numpy() & (graph.rank_numbers == rank))
+    return np.flatnonzero((graph.events < trace.events.height) & (graph.rank_numbers == rank))
