@@ -1,11 +1,15 @@
-"""Remembering what several analyses of one trace need, as long as the trace lives."""
+"""Remembering what several analyses of a trace need, as long as the trace lives.
+
+A query of a small frame takes nearly as long for one rank as for eight. An analysis that is a function of several
+traces (`of_each`) works out at once what is to be looked at `together`; who asks about one trace sees no difference.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -18,7 +22,10 @@ S = TypeVar("S")
 T = TypeVar("T")
 MOST_BYTES = 48 << 20
 """Of one function's results: where those of all ranks fit, whoever asks rank after rank again (the findings after the
-sections) finds them; where they do not, that of the last rank alone is kept, so that a run needs the memory of one."""
+sections) finds them; where they do not, only those of the last rank and what is looked at together with it are kept, so
+that a run needs the memory of these."""
+MOST_EVENTS = 250_000
+"""Of traces that are looked at together; a larger one is looked at alone."""
 
 
 @dataclass(slots=True)
@@ -27,7 +34,26 @@ class _Result(Generic[T]):
 
     trace: weakref.ref[Trace]
     value: T
-    size: int = 0
+    size: int | None = None
+
+
+_groups: dict[int, list[weakref.ref[Trace]]] = {}  # by the trace's id: what is looked at together with it, and itself
+
+
+def together(traces: Iterable[Trace]) -> None:
+    """Look from now on at those of the traces together that follow each other, up to `MOST_EVENTS` events at once."""
+    group: list[weakref.ref[Trace]] = []
+    room = 0
+    for trace in traces:
+        room -= trace.events.height
+        if room < 0:
+            group, room = [], MOST_EVENTS - trace.events.height
+        group.append(weakref.ref(trace, partial(_forget, id(trace))))
+        _groups[id(trace)] = group
+
+
+def _forget(key: int, _reference: weakref.ref[Trace]) -> None:
+    _groups.pop(key, None)
 
 
 def per_trace(function: Callable[[Trace], T]) -> Callable[[Trace], T]:
@@ -35,20 +61,36 @@ def per_trace(function: Callable[[Trace], T]) -> Callable[[Trace], T]:
 
     A result is forgotten together with its trace. It is shared: nobody may change it.
     """
+    return wraps(function)(_remembering(lambda traces: map(function, traces), alone=True))
+
+
+def of_each(function: Callable[[Sequence[Trace]], Iterable[T]]) -> Callable[[Trace], T]:
+    """The same for a function that gives the result of each of several traces, which are looked at together."""
+    return wraps(function)(_remembering(function, alone=False))
+
+
+def _remembering(function: Callable[[Sequence[Trace]], Iterable[T]], *, alone: bool) -> Callable[[Trace], T]:
     kept: dict[int, _Result[T]] = {}  # by the trace's id, the oldest first
 
-    @wraps(function)
     def remembering(trace: Trace) -> T:
-        key = id(trace)
-        if key in kept:
-            return kept[key].value
-        value = function(trace)
-        if results := list(kept.values()):
-            results[-1].size = size_of(results[-1].value)
-            if sum(result.size for result in results) > MOST_BYTES:
-                kept.clear()
-        kept[key] = _Result(weakref.ref(trace, lambda _: kept.pop(key, None)), value)
-        return value
+        if id(trace) in kept:
+            return kept[id(trace)].value
+        group = [other for member in _groups.get(id(trace), ()) if (other := member()) is not None] or [trace]
+        asked = [trace] if alone else group
+        values = list(function(asked))
+        earlier = list(kept.values())
+        for result in earlier:
+            if result.size is None:
+                result.size = size_of(result.value)
+        if sum(result.size or 0 for result in earlier) > MOST_BYTES:
+            for key in kept.keys() - map(id, group):
+                kept.pop(key, None)
+        for each, value in zip(asked, values, strict=True):
+            kept[id(each)] = _Result(weakref.ref(each, partial(forget, id(each))), value)
+        return kept[id(trace)].value
+
+    def forget(key: int, _reference: weakref.ref[Trace]) -> None:
+        kept.pop(key, None)
 
     return remembering
 

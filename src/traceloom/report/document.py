@@ -16,6 +16,7 @@ import polars as pl
 from traceloom import __version__, analyze
 from traceloom.analyze.device_account import device_account
 from traceloom.analyze.quality_effects import affected
+from traceloom.analyze.remembered import together
 from traceloom.files import with_addresses
 from traceloom.model import Notice, Session
 from traceloom.model.notice import worst_first
@@ -56,7 +57,9 @@ def build(session: Session, options: ReportOptions | None = None, *, beside: boo
     faults = Faults(options.only)
     with begun_findings(whole, options, part.epoch_ns, beside=beside) as findings_of:
         # All of one rank before the next: what several sections need of a trace is worked out once and then forgotten,
-        # so that a run of many ranks needs the memory of one.
+        # so that a run of many ranks needs the memory of one, or of several small ones that are looked at together.
+        together(whole.traces)
+        together(part.traces)
         ranks: list[Measured] = []
         results: dict[str, list[Any]] = {chosen_section.key: [] for chosen_section in chosen_sections}
         for trace, shown in zip(whole.traces, part.traces, strict=True):
