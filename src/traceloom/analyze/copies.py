@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.classify import gpu_work
+from traceloom.analyze.classify import stepped_work
 from traceloom.analyze.intervals import union
 from traceloom.analyze.per_step import per_step, whole_steps
 from traceloom.analyze.remembered import of_each
@@ -136,8 +136,8 @@ def _of_each(traces: Sequence[Trace]) -> Iterable[Copies]:
 
 
 def _rows(traces: Sequence[Trace]) -> pl.DataFrame:
-    """One row per copy or fill: trace, the keys, bytes, start_ns, end_ns, ns, op, step, pageable."""
-    work = stacked(map(gpu_work, traces)).filter(pl.col("category") == "memory")
+    """One row per copy or fill: trace, the keys, bytes, start_ns, end_ns, op, ns, step, pageable."""
+    work = stepped_work(traces).filter(pl.col("category") == "memory")
     recorded = stacked(trace.copies for trace in traces).rename({"kind": "direction"})
     named = work.filter(pl.col("kind") == "kernel")[["name"]].unique()
     by_name = pl.DataFrame(
@@ -161,12 +161,12 @@ def _rows(traces: Sequence[Trace]) -> pl.DataFrame:
             "start_ns",
             "end_ns",
             "op",
-            ns=pl.col("end_ns") - pl.col("start_ns"),
+            "ns",
+            "step",
             pageable=pl.when(~kind.is_in(["HtoD", "DtoH", "HtoH"]))
             .then(False)
             .when(memory[0].is_null() | memory[1].is_null() | host[0] | host[1])
             .then(None)
             .otherwise((memory[0] == "pageable") | (memory[1] == "pageable")),
-            step=of_events(traces, work, "event", "step"),
         )
     )

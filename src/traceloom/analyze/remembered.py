@@ -34,7 +34,7 @@ class _Result(Generic[T]):
 
     trace: weakref.ref[Trace]
     value: T
-    size: int | None = None
+    size: int = 0
 
 
 _groups: dict[int, list[weakref.ref[Trace]]] = {}  # by the trace's id: what is looked at together with it, and itself
@@ -48,12 +48,39 @@ def together(traces: Iterable[Trace]) -> None:
         room -= trace.events.height
         if room < 0:
             group, room = [], MOST_EVENTS - trace.events.height
-        group.append(weakref.ref(trace, partial(_forget, id(trace))))
+        group.append(weakref.ref(trace, partial(_forget, _groups, id(trace))))
         _groups[id(trace)] = group
 
 
-def _forget(key: int, _reference: weakref.ref[Trace]) -> None:
-    _groups.pop(key, None)
+def _forget(kept: dict[int, Any], key: int, _gone: weakref.ref[Trace]) -> None:
+    kept.pop(key, None)
+
+
+def _group_of(trace: Trace) -> list[Trace]:
+    """What is looked at together with a trace, and itself."""
+    return [each for member in _groups.get(id(trace), ()) if (each := member()) is not None] or [trace]
+
+
+def of_each(function: Callable[[Sequence[Trace]], Iterable[T]]) -> Callable[[Trace], T]:
+    """The function of one trace whose results for several `function` gives at once, in their order.
+
+    Those of the traces that are looked at together with the last one are remembered, for as long as these live.
+    """
+    kept: dict[int, _Result[T]] = {}
+
+    @wraps(function)
+    def of_one(trace: Trace) -> T:
+        if id(trace) in kept:
+            return kept[id(trace)].value
+        traces = _group_of(trace)
+        values = list(function(traces))
+        if len(traces) > 1:
+            kept.clear()
+            for each, value in zip(traces, values, strict=True):
+                kept[id(each)] = _Result(weakref.ref(each, partial(_forget, kept, id(each))), value)
+        return values[[each is trace for each in traces].index(True)]
+
+    return of_one
 
 
 def per_trace(function: Callable[[Trace], T]) -> Callable[[Trace], T]:
@@ -61,36 +88,21 @@ def per_trace(function: Callable[[Trace], T]) -> Callable[[Trace], T]:
 
     A result is forgotten together with its trace. It is shared: nobody may change it.
     """
-    return wraps(function)(_remembering(lambda traces: map(function, traces), alone=True))
-
-
-def of_each(function: Callable[[Sequence[Trace]], Iterable[T]]) -> Callable[[Trace], T]:
-    """The same for a function that gives the result of each of several traces, which are looked at together."""
-    return wraps(function)(_remembering(function, alone=False))
-
-
-def _remembering(function: Callable[[Sequence[Trace]], Iterable[T]], *, alone: bool) -> Callable[[Trace], T]:
     kept: dict[int, _Result[T]] = {}  # by the trace's id, the oldest first
 
+    @wraps(function)
     def remembering(trace: Trace) -> T:
-        if id(trace) in kept:
-            return kept[id(trace)].value
-        group = [other for member in _groups.get(id(trace), ()) if (other := member()) is not None] or [trace]
-        asked = [trace] if alone else group
-        values = list(function(asked))
-        earlier = list(kept.values())
-        for result in earlier:
-            if result.size is None:
-                result.size = size_of(result.value)
-        if sum(result.size or 0 for result in earlier) > MOST_BYTES:
-            for key in kept.keys() - map(id, group):
-                kept.pop(key, None)
-        for each, value in zip(asked, values, strict=True):
-            kept[id(each)] = _Result(weakref.ref(each, partial(forget, id(each))), value)
-        return kept[id(trace)].value
-
-    def forget(key: int, _reference: weakref.ref[Trace]) -> None:
-        kept.pop(key, None)
+        key = id(trace)
+        if key in kept:
+            return kept[key].value
+        value = function(trace)
+        if results := list(kept.values()):
+            results[-1].size = size_of(results[-1].value)
+            if sum(result.size for result in results) > MOST_BYTES:
+                for earlier in kept.keys() - map(id, _group_of(trace)):
+                    kept.pop(earlier, None)
+        kept[key] = _Result(weakref.ref(trace, partial(_forget, kept, key)), value)
+        return value
 
     return remembering
 
