@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import polars as pl
 
 from traceloom.analyze.quality_effects import EFFECTS
@@ -170,8 +171,9 @@ def coarse_clock(trace: Trace) -> QualityCheck | None:
 
 
 def _lengths(trace: Trace) -> pl.Series:
-    whole = trace.steps.filter("complete").sort("start_ns")
-    return whole["end_ns"] - whole["start_ns"]
+    complete = trace.steps["complete"]
+    start, end = (trace.steps[name].filter(complete) for name in ("start_ns", "end_ns"))
+    return (end - start)[np.argsort(start.to_numpy(), kind="stable")]
 
 
 _RUN_CHECKS = (
