@@ -13,6 +13,7 @@ import polars as pl
 from msgspec import Struct
 
 from traceloom.analyze.counters import kernel_launches
+from traceloom.analyze.gaps import gpu_rows
 from traceloom.analyze.remembered import of_each, per_trace
 from traceloom.analyze.stacked import TRACE, of_events, stacked
 from traceloom.analyze.verdict import QualityCheck, graded, many
@@ -20,6 +21,7 @@ from traceloom.analyze.vocabulary import vocabulary
 from traceloom.link.device_edges import BEGINNING, MUCH
 from traceloom.model import Trace
 from traceloom.model import category as cat
+from traceloom.model.arrays import column
 from traceloom.model.units import count, duration, share
 
 # Not fills: those of nothing (cuBLAS makes them) submit no work.
@@ -223,7 +225,7 @@ def waits_for_unknown_record(trace: Trace) -> QualityCheck | None:
 @per_trace
 def _work(trace: Trace) -> pl.DataFrame:
     columns = ["category", "start_ns", "duration_ns", "device", "stream", "correlation", "launch"]
-    return trace.events.lazy().filter(pl.col("category").is_in(cat.GPU_WORK)).select(columns).collect()
+    return trace.events[columns][gpu_rows(trace)]
 
 
 @of_each
@@ -253,9 +255,9 @@ def _figures(traces: Sequence[Trace]) -> Iterable[_Figures]:
 
 @per_trace
 def _submissions(trace: Trace) -> pl.DataFrame:
-    submits = pl.Series(vocabulary(trace).events(_SUBMITS))
-    calls = trace.events.lazy().filter(pl.lit(submits), pl.col("category").is_in(cat.LAUNCHES))
-    return calls.select("correlation", "start_ns").drop_nulls("correlation").collect()
+    is_call = np.isin(column(trace, "category"), [cat.CATEGORIES.index(name) for name in cat.LAUNCHES])
+    rows = np.flatnonzero(is_call & vocabulary(trace).events(_SUBMITS))
+    return trace.events[["correlation", "start_ns"]][rows].drop_nulls("correlation")
 
 
 GPU_CHECKS: tuple[Callable[[Trace], QualityCheck | None], ...] = (
