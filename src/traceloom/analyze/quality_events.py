@@ -195,17 +195,27 @@ def _missing_details(traces: Sequence[Trace]) -> Iterable[pl.DataFrame]:
 
 def ambiguous_backward(trace: Trace) -> QualityCheck | None:
     """Sequence numbers with more than one backward op (rule 6 of PyTorch's trace validator)."""
-    nodes = np.flatnonzero(vocabulary(trace).events(ENGINE) & (column(trace, "sequence", -1) >= 0))
-    if not nodes.size:
+    names = _names_of_sequence_numbers(trace)
+    if not names.len():
         return None
-    events = trace.events[["name", "process", "forward_thread", "sequence"]][nodes]
-    names = events.group_by("process", "forward_thread", "sequence").agg(pl.col("name").n_unique())
-    affected = int((names["name"] > 1).sum())
+    affected = int((names > 1).sum())
     message = (
-        f"{count(affected)} of {count(names.height)} autograd sequence numbers belong to several backward operators: "
+        f"{count(affected)} of {count(names.len())} autograd sequence numbers belong to several backward operators: "
         "the forward operator of these is uncertain"
     )
-    return QualityCheck(affected, names.height, "info", message, slug="ambiguous-backward")
+    return QualityCheck(affected, names.len(), "info", message, slug="ambiguous-backward")
+
+
+@of_each
+def _names_of_sequence_numbers(traces: Sequence[Trace]) -> Iterable[pl.Series]:
+    """For each sequence number of the backward pass how many names its nodes have."""
+    parts = []
+    for trace in traces:
+        nodes = np.flatnonzero(vocabulary(trace).events(ENGINE) & (column(trace, "sequence", -1) >= 0))
+        parts.append(trace.events[["name", "process", "forward_thread", "sequence"]][nodes])
+    keys = [TRACE, "process", "forward_thread", "sequence"]
+    names = stacked(parts).group_by(keys, maintain_order=True).agg(pl.col("name").n_unique())
+    return [of_trace["name"] for of_trace in unstacked(names, traces)]
 
 
 def _count(trace: Trace, *categories: str) -> int:

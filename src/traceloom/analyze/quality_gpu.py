@@ -26,7 +26,7 @@ from traceloom.model.units import count, duration, share
 
 # Not fills: those of nothing (cuBLAS makes them) submit no work.
 _SUBMITS = r"LaunchKernel|LaunchCooperativeKernel|GraphLaunch|Memcpy"
-_WAITS = ("Stream Wait Event", "Event Sync")
+_STREAM_WAIT = "Stream Wait Event"
 _COLD_NS = 200_000  # the first launch of a kernel may take so long until it runs
 
 
@@ -164,30 +164,32 @@ def unpaired_counters(trace: Trace) -> QualityCheck | None:
 
 def waits_without_record(trace: Trace) -> QualityCheck | None:
     """Waits for an event that do not say which record they await (rule 2)."""
-    waits = trace.syncs.filter(pl.col("kind").is_in(_WAITS))
-    if not waits.height:
+    kind = trace.syncs["kind"]
+    awaited = trace.syncs["record_correlation"].filter((kind == _STREAM_WAIT) | (kind == "Event Sync"))
+    if not awaited.len():
         return None
-    affected = int((waits["record_correlation"].fill_null(-1) < 0).sum())
+    affected = awaited.len() - int((awaited >= 0).sum())
     message = (
-        f"{count(affected)} of {count(waits.height)} waits for an event do not say which record they await: "
+        f"{count(affected)} of {count(awaited.len())} waits for an event do not say which record they await: "
         "dependencies between streams are incomplete"
     )
-    return QualityCheck(affected, waits.height, "info", message, slug="waits-without-record")
+    return QualityCheck(affected, awaited.len(), "info", message, slug="waits-without-record")
 
 
 def syncs_while_running(trace: Trace) -> QualityCheck | None:
     """Stream synchronisations that are said to begin while a kernel of the stream runs (rule 3)."""
-    of_streams = trace.syncs.filter(pl.col("kind") == "Stream Sync")
-    kernels = _work(trace).filter(pl.col("category") == cat.KERNEL)
-    if not of_streams.height or not kernels.height:
+    of_stream = trace.syncs["kind"] == "Stream Sync"
+    if not of_stream.any():
         return None
+    kernels = _work(trace).filter(pl.col("category") == cat.KERNEL)
     syncs = (
-        of_streams.join(trace.events[["event", "device", "start_ns"]], on="event")
+        trace.syncs.filter(of_stream)
+        .join(trace.events[["event", "device", "start_ns"]], on="event")
         .select("device", "stream", "start_ns")
         .drop_nulls()
         .sort("start_ns")
     )
-    if not syncs.height:
+    if not syncs.height or not kernels.height:
         return None
     ends = kernels.select(
         "device", "stream", pl.col("start_ns") + 1, end_ns=pl.col("start_ns") + pl.col("duration_ns")
@@ -203,10 +205,14 @@ def syncs_while_running(trace: Trace) -> QualityCheck | None:
 
 def waits_for_unknown_record(trace: Trace) -> QualityCheck | None:
     """Waits whose event record is not in the file, or lies in the future (rule 4)."""
-    waits = trace.syncs.filter((pl.col("kind") == "Stream Wait Event") & (pl.col("record_correlation") >= 0))
-    if not waits.height:
+    awaits = (trace.syncs["kind"] == _STREAM_WAIT) & (trace.syncs["record_correlation"] >= 0)
+    if not awaits.any():
         return None
-    waits = waits.join(trace.events[["event", "start_ns"]], on="event").select("record_correlation", "start_ns")
+    waits = (
+        trace.syncs.filter(awaits)
+        .join(trace.events[["event", "start_ns"]], on="event")
+        .select("record_correlation", "start_ns")
+    )
     called = trace.events[["category", "name", "correlation", "start_ns"]].filter(
         pl.col("category").is_in(cat.LAUNCHES)
     )
