@@ -55,8 +55,8 @@ def counters(trace: Trace) -> Counters:
     """Gather counters, and pair those of kernels with their launches."""
     rows = np.flatnonzero(column(trace, "category") == cat.CATEGORIES.index(cat.COUNTER_RANGE))
     if not trace.counters.height and not rows.size:
-        frames = (columns.to_frame() for columns in (SERIES_SCHEMA, RANGE_SCHEMA, OP_SCHEMA))
-        return Counters(*frames, unpaired=None, range_count=0, launch_count=0, absent=None)
+        series, ranges, by_op = (columns.to_frame() for columns in (SERIES_SCHEMA, RANGE_SCHEMA, OP_SCHEMA))
+        return Counters(series, ranges, by_op, unpaired=None, range_count=0, launch_count=0, absent=None)
     value = pl.col("value")
     series = (
         trace.counters.drop_nulls("value")
