@@ -60,7 +60,7 @@ def extra_copy(host: Host) -> RuleMatches:
     if not copies.height:
         return RuleMatches(reason="no copies between CPU and GPU were recorded")
     moved = np.zeros(host.code.size + 1, dtype=np.bool_)
-    by = host.trace.events["op"][copies.filter(pl.col("kind") == "HtoD")["event"]].drop_nulls().to_numpy()
+    by = host.trace.events["op"][copies["event"].filter(copies["kind"] == "HtoD")].drop_nulls().to_numpy()
     moved[host.tree.position[by]] = True
     below = np.append(host.last_op, -1)
     to_copy = below[to]
@@ -142,7 +142,7 @@ def fp32_matmul(host: Host) -> RuleMatches:
         return RuleMatches()
     if not (host.is_call & host.named(r"^cu")).any():
         return RuleMatches(reason="TF32 is a mode of NVIDIA's; no CUDA call was recorded")
-    capability = trace.devices.filter("used")["compute_capability"].drop_nulls().to_list()
+    capability = trace.devices["compute_capability"].filter(trace.devices["used"]).drop_nulls().to_list()
     if not capability:
         return RuleMatches(reason="the file does not record the compute capability of the device")
     if all(float(version) < _TF32_CAPABILITY for version in capability):
@@ -263,6 +263,8 @@ def unaligned_half(host: Host) -> RuleMatches:
         sizes = [shape for shape in sizes if all(isinstance(size, int) for size in shape)]
         odd = any(size % _ALIGNED for shape in sizes for size in shape[-2:])
         details.append(" x ".join(str(shape) for shape in sizes if shape) if odd else None)
+    if not any(details):
+        return RuleMatches()
     with_detail = kinds.with_columns(pl.Series("detail", details, dtype=pl.String)).drop_nulls("detail")
     matches = inputs.join(with_detail, on=["shapes", "types"], maintain_order="left")
     return RuleMatches(matches["position"].to_numpy(), "correlated", tuple(matches["detail"].to_list()))

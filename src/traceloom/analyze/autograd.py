@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import numpy as np
 import polars as pl
 from msgspec import Struct
 
 from traceloom.analyze.ancestry import forest
-from traceloom.analyze.remembered import per_trace
+from traceloom.analyze.remembered import of_each, per_trace
+from traceloom.analyze.stacked import TRACE, of_events, stacked, unstacked
 from traceloom.array_types import Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
@@ -38,56 +41,62 @@ def backward_of(trace: Trace) -> Backward | None:
     one lane that holds (nearly) all of the thread's sequence numbers. Otherwise its ops are not joined. Several ops can
     carry one number, since it is read when an op begins: the one that began last made the node.
     """
-    tree = forest(trace)
-    is_op = column(trace, "category")[tree.row] == cat.CATEGORIES.index(cat.OP)
-    position = np.flatnonzero(is_op & (column(trace, "sequence", -1)[tree.row] >= 0))
-    rows = tree.row[position]
-    ops = trace.events[["process", "sequence", "forward_thread", "lane"]][rows].hstack(
-        [pl.Series("position", position)]
-    )
-    thread = column(trace, "forward_thread", 0)[rows]
-    forward, backward = ops[np.flatnonzero(thread == 0)], ops[np.flatnonzero(thread > 0)]
-    if not forward.height or not backward.height:
-        return None
-    # The lane of each (process, forward_thread): columns process, forward_thread, lane
-    keys = ["process", "forward_thread"]
+    return _of_each(trace)
+
+
+@of_each
+def _of_each(traces: Sequence[Trace]) -> Iterable[Backward | None]:
+    ops = stacked(map(_numbered_ops, traces))
+    of_backward = pl.col("forward_thread") > 0
+    forward, backward = ops.filter(~of_backward), ops.filter(of_backward)
+    if not backward.height:
+        yield from [None] * len(traces)
+        return
+    # The lane of each (trace, process, forward_thread): columns trace, process, forward_thread, lane
+    keys = [TRACE, "process", "forward_thread"]
     # each arrow joins a forward op (its lane) to a backward op (its forward thread)
-    flows = trace.flows.filter(pl.col("kind") == "forward-backward").drop_nulls(["source", "target"])
-    arrows = trace.events[keys][flows["target"]].hstack([trace.events["lane"][flows["source"]]])
+    flows = stacked(trace.flows[["kind", "source", "target"]] for trace in traces)
+    flows = flows.filter(pl.col("kind") == "forward-backward").drop_nulls(["source", "target"])
+    ends = (("target", "process"), ("target", "forward_thread"), ("source", "lane"))
+    arrows = flows[[TRACE]].hstack([of_events(traces, flows, end, name) for end, name in ends])
     counted = (
-        arrows.filter(pl.col("forward_thread") > 0)
+        arrows.filter(of_backward)
         .group_by(*keys, "lane")
         .agg(pl.len().alias("n"))
         .sort("n", "lane", descending=[True, False])
     )
-    by_flow = counted.unique(keys, keep="first", maintain_order=True)[[*keys, "lane"]]
-    rest = backward.join(by_flow, on=keys, how="anti")
-    if not rest.height:
-        threads = by_flow
-    else:
-        lanes = forward[["process", "lane", "sequence"]].unique()
+    threads = counted.unique(keys, keep="first", maintain_order=True)[[*keys, "lane"]]
+    rest = backward.join(threads, on=keys, how="anti")
+    if rest.height:
+        on = [TRACE, "process", "sequence"]
         numbers = rest[[*keys, "sequence"]].unique()
         totals = numbers.group_by(keys).agg(pl.len().alias("wanted"))
-        held = (
-            numbers.join(lanes, on=["process", "sequence"], how="inner")
-            .group_by(*keys, "lane")
-            .agg(pl.len().alias("n"))
-        )
+        held = numbers.join(forward[[*on, "lane"]].unique(), on=on).group_by(*keys, "lane").agg(pl.len().alias("n"))
         matches = (
             held.filter(pl.col("n") == pl.col("n").max().over(keys))
             .join(totals, on=keys)
             .filter(pl.col("n") >= _ENOUGH * pl.col("wanted"), pl.len().over(keys) == 1)
         )
-        threads = pl.concat([by_flow, matches[[*keys, "lane"]]])
-    if not threads.height:
-        return None
-    makers = forward.group_by("process", "lane", "sequence").agg(pl.col("position").max().alias("forward"))
+        threads = pl.concat([threads, matches[[*keys, "lane"]]])
+    makers = forward.group_by(TRACE, "process", "lane", "sequence").agg(pl.col("position").max().alias("forward"))
     joined = (
-        backward[[*keys, "sequence", "position"]]
-        .join(threads, on=keys, how="inner")
-        .join(makers, on=["process", "lane", "sequence"], how="inner")
-        .sort("position")
+        backward.drop("lane")
+        .join(threads, on=keys)
+        .join(makers, on=[TRACE, "process", "lane", "sequence"])
+        .sort(TRACE, "position")
     )
-    nodes, made_by = joined["position"].to_numpy(), joined["forward"].to_numpy()
-    earlier = tree.row[made_by] < tree.row[nodes]
-    return Backward(nodes[earlier], made_by[earlier]) if earlier.any() else None
+    for trace, pairs in zip(traces, unstacked(joined, traces), strict=True):
+        row = forest(trace).row
+        nodes, made_by = pairs["position"].to_numpy(), pairs["forward"].to_numpy()
+        earlier = row[made_by] < row[nodes]
+        yield Backward(nodes[earlier], made_by[earlier]) if earlier.any() else None
+
+
+def _numbered_ops(trace: Trace) -> pl.DataFrame:
+    """Ops with a sequence number: process, sequence, lane, forward_thread (0 for none), position (in the forest)."""
+    tree = forest(trace)
+    is_op = column(trace, "category")[tree.row] == cat.CATEGORIES.index(cat.OP)
+    position = np.flatnonzero(is_op & (column(trace, "sequence", -1)[tree.row] >= 0))
+    rows = tree.row[position]
+    thread = pl.Series("forward_thread", column(trace, "forward_thread", 0)[rows])
+    return trace.events[["process", "sequence", "lane"]][rows].hstack([thread, pl.Series("position", position)])

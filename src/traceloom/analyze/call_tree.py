@@ -92,10 +92,11 @@ def call_tree(trace: Trace) -> CallTree:
     """
     tree, words = forest(trace), vocabulary(trace)
     # names without what differs from call to call, and for each name of the vocabulary the index of its plain one
-    plain = words.names.fill_null("").str.replace_all(ADDRESS, "").str.replace(_STEP, "${1}#").rename("name")
-    names = plain.unique(maintain_order=True)
-    index = pl.DataFrame(names).with_row_index("number")
-    code = pl.DataFrame(plain).join(index, on="name", how="left", maintain_order="left")["number"]
+    text = pl.col("name").fill_null("").str.replace_all(ADDRESS, "").str.replace(_STEP, "${1}#")
+    plain = words.names.to_frame("name").select(text)
+    names = plain["name"].unique(maintain_order=True)
+    index = names.to_frame().with_row_index("number")
+    code = plain.join(index, on="name", how="left", maintain_order="left")["number"]
     name_of = code.cast(pl.Int64).to_numpy()[words.code[tree.row]]
     width = max(len(names), 1)
     depth = np.minimum(column(trace, "depth")[tree.row].astype(np.int64), DEEPEST)

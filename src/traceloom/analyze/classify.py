@@ -6,7 +6,7 @@ fills are memory), then the user's rules, then the table, first match wins; what
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -18,6 +18,7 @@ from msgspec import Struct
 from traceloom.analyze import rule_table
 from traceloom.analyze.remembered import per_trace
 from traceloom.analyze.rule_table import check_pattern
+from traceloom.analyze.stacked import of_events, stacked
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.errors import InputError, UsageError
 from traceloom.model import Trace
@@ -118,6 +119,13 @@ def gpu_work(trace: Trace, rules: Iterable[Rule] = ()) -> pl.DataFrame:
     """
     rules = tuple(rules)
     return _gpu_work(trace, rules) if rules else _gpu_work_by_table(trace)
+
+
+def stepped_work(traces: Sequence[Trace]) -> pl.DataFrame:
+    """The same of several traces (`stacked`), with the step that launched it and its duration: step, ns."""
+    work = stacked(map(gpu_work, traces))
+    ns = pl.col("end_ns") - pl.col("start_ns")
+    return work.with_columns(of_events(traces, work, "event", "step"), ns.alias("ns"))
 
 
 @per_trace

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.classify import gpu_work
+from traceloom.analyze.classify import stepped_work
 from traceloom.analyze.intervals import union
 from traceloom.analyze.per_step import per_step, whole_steps
+from traceloom.analyze.remembered import of_each
+from traceloom.analyze.stacked import TRACE, of_events, stacked, unstacked
 from traceloom.model import Trace
 from traceloom.model.copies import copy_kind
 from traceloom.model.frames import as_declared, schema
@@ -56,18 +59,23 @@ _BYTES = pl.when(pl.col("bytes").is_not_null().any()).then(pl.col("bytes").sum()
 
 def copies(trace: Trace) -> Copies:
     """Add up copies and fills."""
-    rows = _rows(trace)
+    return _of_each(trace)
+
+
+@of_each
+def _of_each(traces: Sequence[Trace]) -> Iterable[Copies]:
+    rows = _rows(traces)
     ops = (
-        rows.group_by(trace.events["name"][rows["op"]].alias("op"), "kind", "pageable")
+        rows.group_by(TRACE, of_events(traces, rows, "op", "name").alias("op"), "kind", "pageable")
         .agg(pl.len().alias("count"), _BYTES, pl.col("ns").sum().alias("total_ns"))
-        .sort(["total_ns", "op", "kind", "pageable"], descending=[True, False, False, False], nulls_last=True)
-        .pipe(as_declared, OP_SCHEMA)
+        .sort([TRACE, "total_ns", "op", "kind", "pageable"], descending=[False, True] + [False] * 3, nulls_last=True)
     )
-    keys = ["device", "kind"]
+    keys = [TRACE, "device", "kind"]
     counted = rows.with_columns(
         call_count=pl.lit(1, pl.Int64), copied_bytes=pl.col("bytes").fill_null(0), total_ns="ns"
     )
-    spread = per_step(counted, keys, ["call_count", "copied_bytes", "total_ns"], whole_steps(trace))
+    steps = stacked(map(whole_steps, traces))
+    spread = per_step(counted, keys, ["call_count", "copied_bytes", "total_ns"], steps)
     unsized = rows.filter(pl.col("bytes").is_null())[keys].unique()
     if unsized.height:
         spread = (
@@ -80,10 +88,12 @@ def copies(trace: Trace) -> Copies:
             )
             .drop("unsized")
         )
-    unions = [union(part["start_ns"].to_numpy(), part["end_ns"].to_numpy()).total for part in rows.partition_by(KEYS)]
+    unions = [
+        union(part["start_ns"].to_numpy(), part["end_ns"].to_numpy()).total for part in rows.partition_by(TRACE, *KEYS)
+    ]
     instant = pl.col("ns") == 0
     rate = (pl.col("bytes") / pl.col("ns") * 1e9).filter(_TIMED)
-    table = rows.group_by(KEYS, maintain_order=True).agg(
+    table = rows.group_by(TRACE, *KEYS, maintain_order=True).agg(
         pl.col("pageable").first(),
         pl.len().alias("count"),
         _BYTES,
@@ -98,10 +108,9 @@ def copies(trace: Trace) -> Copies:
         rate.max().alias("max_bytes_per_s"),
     )
     # Up by the copy's own bandwidth where it begins, down where it ends
-    timed = rows.filter(_TIMED)
-    parts = [pl.DataFrame(schema=CURVE_SCHEMA)]
-    for part in timed.partition_by("device", "kind"):
-        device, kind = part[keys].row(0)
+    curves: list[list[pl.DataFrame]] = [[CURVE_SCHEMA.to_frame()] for _ in traces]
+    for part in rows.filter(_TIMED).partition_by(keys):
+        number, device, kind = part[keys].row(0)
         start, end = part["start_ns"].to_numpy(), part["end_ns"].to_numpy()
         rate = part["bytes"].to_numpy() / (end - start) * 1e9
         time, index = np.unique(np.concatenate([start, end]), return_inverse=True)
@@ -111,27 +120,25 @@ def copies(trace: Trace) -> Copies:
         flow = np.cumsum(np.bincount(index, weights=np.concatenate([rate, -rate]), minlength=time.size))
         # what is left of a sum of floats when nothing runs is not a flow
         flow = np.where(running > 0.5, np.maximum(flow, 0.0), 0.0)
-        parts.append(
+        curves[number].append(
             pl.DataFrame(
                 {"device": [device] * time.size, "kind": [kind] * time.size, "time_ns": time, "bytes_per_s": flow},
                 schema=CURVE_SCHEMA,
             )
         )
-    curve = pl.concat(parts)
-    return Copies(
-        table.hstack([pl.Series("union_ns", unions, dtype=pl.Int64)])
-        .sort(["total_ns", *KEYS], descending=[True] + [False] * len(KEYS), nulls_last=True)
-        .pipe(as_declared, KIND_SCHEMA),
-        ops,
-        spread,
-        curve,
+    table = table.hstack([pl.Series("union_ns", unions, dtype=pl.Int64)]).sort(
+        [TRACE, "total_ns", *KEYS], descending=[False, True] + [False] * len(KEYS), nulls_last=True
     )
+    for kinds_of, ops_of, spread_of, curve in zip(
+        *(unstacked(frame, traces) for frame in (table, ops, spread)), map(pl.concat, curves), strict=True
+    ):
+        yield Copies(kinds_of.pipe(as_declared, KIND_SCHEMA), ops_of.pipe(as_declared, OP_SCHEMA), spread_of, curve)
 
 
-def _rows(trace: Trace) -> pl.DataFrame:
-    """One row per copy or fill: the keys, bytes, start_ns, end_ns, ns, op, step, pageable."""
-    work = gpu_work(trace).filter(pl.col("category") == "memory")
-    recorded = trace.copies.rename({"kind": "direction"})
+def _rows(traces: Sequence[Trace]) -> pl.DataFrame:
+    """One row per copy or fill: trace, the keys, bytes, start_ns, end_ns, op, ns, step, pageable."""
+    work = stepped_work(traces).filter(pl.col("category") == "memory")
+    recorded = stacked(trace.copies for trace in traces).rename({"kind": "direction"})
     named = work.filter(pl.col("kind") == "kernel")[["name"]].unique()
     by_name = pl.DataFrame(
         {"name": named["name"], "named": [copy_kind(name) for name in named["name"].to_list()]},
@@ -141,9 +148,10 @@ def _rows(trace: Trace) -> pl.DataFrame:
     host = [pl.col(side).is_in(["host", "memory"]) for side in ("source_memory", "target_memory")]
     kind = pl.coalesce("direction", "named", pl.lit("unknown"))
     return (
-        work.join(recorded, on="event", how="left", maintain_order="left")
+        work.join(recorded, on=[TRACE, "event"], how="left", maintain_order="left")
         .join(by_name, on="name", how="left", maintain_order="left")
         .select(
+            TRACE,
             "event",
             "device",
             kind.alias("kind"),
@@ -153,12 +161,12 @@ def _rows(trace: Trace) -> pl.DataFrame:
             "start_ns",
             "end_ns",
             "op",
-            ns=pl.col("end_ns") - pl.col("start_ns"),
+            "ns",
+            "step",
             pageable=pl.when(~kind.is_in(["HtoD", "DtoH", "HtoH"]))
             .then(False)
             .when(memory[0].is_null() | memory[1].is_null() | host[0] | host[1])
             .then(None)
             .otherwise((memory[0] == "pageable") | (memory[1] == "pageable")),
-            step=trace.events["step"][work["event"]],
         )
     )

@@ -53,6 +53,10 @@ class Counters(Result):
 
 def counters(trace: Trace) -> Counters:
     """Gather counters, and pair those of kernels with their launches."""
+    rows = np.flatnonzero(column(trace, "category") == cat.CATEGORIES.index(cat.COUNTER_RANGE))
+    if not trace.counters.height and not rows.size:
+        series, ranges, by_op = (columns.to_frame() for columns in (SERIES_SCHEMA, RANGE_SCHEMA, OP_SCHEMA))
+        return Counters(series, ranges, by_op, unpaired=None, range_count=0, launch_count=0, absent=None)
     value = pl.col("value")
     series = (
         trace.counters.drop_nulls("value")
@@ -69,7 +73,6 @@ def counters(trace: Trace) -> Counters:
         .sort("source", "counter", nulls_last=True)
         .pipe(as_declared, SERIES_SCHEMA)
     )
-    rows = np.flatnonzero(column(trace, "category") == cat.CATEGORIES.index(cat.COUNTER_RANGE))
     launches = kernel_launches(trace) if rows.size else rows
     paired = rows.size == launches.size
     readable_ = readable(trace)

@@ -96,7 +96,6 @@ class _Laid(Struct, frozen=True):
     graph_id: Ints
     sequence: NDArray[np.uint64]
     placed: pl.DataFrame
-    nodes: pl.DataFrame
 
 
 def graph_launches(trace: Trace) -> GraphLaunches:
@@ -107,8 +106,9 @@ def graph_launches(trace: Trace) -> GraphLaunches:
     if not laid.work.launch.size:
         graphs, replays, nodes = (pl.DataFrame(schema=columns) for columns in (GRAPHS, REPLAYS, NODES))
         return GraphLaunches(graphs, replays, nodes, 0, fraction)
-    replays = _replays(trace, laid)
-    nodes = laid.nodes.pipe(as_declared, NODES)
+    laid_nodes = _nodes(trace, laid.placed)
+    replays = _replays(trace, laid, laid_nodes)
+    nodes = laid_nodes.pipe(as_declared, NODES)
     graphs = _graphs(trace, laid, replays)
     graphs = graphs.with_columns(pl.Series("like", _alike(graphs, nodes), dtype=pl.UInt32))
     return GraphLaunches(graphs, replays, nodes, laid.work.row.size, fraction)
@@ -117,7 +117,8 @@ def graph_launches(trace: Trace) -> GraphLaunches:
 def replayed_work(trace: Trace) -> pl.DataFrame:
     """The GPU work of graph launches: event, launch (row of the call), graph and node as in `graph_launches`."""
     laid = _laid(trace)
-    node_numbers = laid.nodes.select(pl.col("own_id").alias("node_id"), "graph", "place", "code", "node")
+    nodes = _nodes(trace, laid.placed)
+    node_numbers = nodes.select(pl.col("own_id").alias("node_id"), "graph", "place", "code", "node")
     return laid.placed.join(node_numbers, on=_NODE, how="left", maintain_order="left").select(
         pl.col("row").alias("event"), "launch", "graph", "node"
     )
@@ -182,7 +183,7 @@ def _laid(trace: Trace) -> _Laid:
             "gap": work.gap,
         }
     ).cast({"graph": pl.UInt32, "launch": pl.UInt32})
-    return _Laid(work, graph, graph_id, sequence, placed, _nodes(trace, placed))
+    return _Laid(work, graph, graph_id, sequence, placed)
 
 
 def _ids(trace: Trace, work: _LaunchedWork) -> tuple[Ints, Ints]:
@@ -229,7 +230,7 @@ def _nodes(trace: Trace, placed: pl.DataFrame) -> pl.DataFrame:
     return named.rename({"node_id": "own_id", "id": "node_id"})
 
 
-def _replays(trace: Trace, laid: _Laid) -> pl.DataFrame:
+def _replays(trace: Trace, laid: _Laid, nodes: pl.DataFrame) -> pl.DataFrame:
     work, graph = laid.work, laid.graph
     start, node_count = work.start[work.first], np.diff(np.append(work.first, work.row.size))
     frame = pl.DataFrame(
@@ -268,7 +269,7 @@ def _replays(trace: Trace, laid: _Laid) -> pl.DataFrame:
         .when(longer & enough).then(pl.format("{} times as long as the median", times))
     )  # fmt: skip
     # of each replay the node that is most above its median
-    medians = laid.nodes.select(pl.col("own_id").alias("node_id"), "graph", "place", "code", "node", "median")
+    medians = nodes.select(pl.col("own_id").alias("node_id"), "graph", "place", "code", "node", "median")
     excess = (pl.col("length") - pl.col("median")).floor()
     worst = (
         laid.placed.join(medians, on=_NODE, how="left")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import polars as pl
 
-from traceloom.analyze.classify import gpu_work
+from traceloom.analyze.classify import stepped_work
 from traceloom.analyze.kernel_kinds import kinds
 from traceloom.analyze.kind_rules import KindOfWork
 from traceloom.analyze.per_step import durations, per_step, whole_steps
+from traceloom.analyze.remembered import of_each
+from traceloom.analyze.stacked import TRACE, of_events, stacked, unstacked
 from traceloom.model import Trace
 from traceloom.model.frames import as_declared, schema
 from traceloom.model.result import Result
@@ -41,30 +44,41 @@ class KernelShapes(Result):
 
 def kernel_shapes(trace: Trace) -> KernelShapes:
     """Add up GPU work by operator, input shapes and kernel."""
-    work = shaped_work(trace)
-    step = trace.events["step"][work["event"]]
-    work = work.with_columns(step.alias("step")).with_columns(row=pl.struct(KEYS).rank("dense"))
+    return _of_each(trace)
+
+
+@of_each
+def _of_each(traces: Sequence[Trace]) -> Iterable[KernelShapes]:
+    work = shaped_work(traces).with_columns(row=pl.struct(KEYS).rank("dense"))
     ns = pl.col("ns")
-    whole = int(work["ns"].sum())
-    table = work.group_by("row").agg(pl.col(KEYS).first(), *durations(ns), (ns.sum() / max(whole, 1)).alias("fraction"))
-    usual = per_step(work.select("row", "step", total_ns="ns"), ["row"], ["total_ns"], whole_steps(trace))
-    rows = (
-        table.join(usual, on="row", how="left")
-        .sort(
-            ["total_ns", "op", "kernel", "shapes", "types"],
-            descending=[True, False, False, False, False],
-            nulls_last=True,
-        )
-        .pipe(as_declared, SHAPES_SCHEMA)
+    table = work.group_by(TRACE, "row").agg(pl.col(KEYS).first(), *durations(ns))
+    usual = per_step(
+        work.select(TRACE, "row", "step", total_ns="ns"),
+        [TRACE, "row"],
+        ["total_ns"],
+        stacked(map(whole_steps, traces)),
     )
-    return KernelShapes(rows, whole)
+    rows = table.join(usual, on=[TRACE, "row"], how="left").sort(
+        [TRACE, "total_ns", "op", "kernel", "shapes", "types"],
+        descending=[False, True, False, False, False, False],
+        nulls_last=True,
+    )
+    for of_trace in unstacked(rows, traces):
+        whole = int(of_trace["total_ns"].sum())
+        fraction = (of_trace["total_ns"] / max(whole, 1)).alias("fraction")
+        yield KernelShapes(of_trace.hstack([fraction]).pipe(as_declared, SHAPES_SCHEMA), whole)
 
 
-def shaped_work(trace: Trace) -> pl.DataFrame:
-    """Every piece of GPU work with the operator around its launch: event, op, kernel, ns, shapes, types, kind."""
-    work = gpu_work(trace).select("event", "op", kernel="name", ns=pl.col("end_ns") - pl.col("start_ns"))
-    inputs = work.select(event="op").join(
-        trace.tensors[["event", "shapes", "types"]], on="event", how="left", maintain_order="left"
+def shaped_work(traces: Sequence[Trace]) -> pl.DataFrame:
+    """Every piece of GPU work with the operator around its launch: trace, event, step, op, kernel, ns, shapes, types,
+    kind; see `stacked`.
+    """
+    work = stepped_work(traces).select(TRACE, "event", "step", "op", "ns", kernel="name")
+    inputs = work.select(TRACE, event="op").join(
+        stacked(trace.tensors[["event", "shapes", "types"]] for trace in traces),
+        on=[TRACE, "event"],
+        how="left",
+        maintain_order="left",
     )
-    operator = trace.events["name"][work["op"]].alias("op")
-    return work.with_columns(operator, inputs["shapes"], inputs["types"], kinds(trace)["kind"])
+    operator = of_events(traces, work, "op", "name").alias("op")
+    return work.with_columns(operator, inputs["shapes"], inputs["types"], stacked(map(kinds, traces))["kind"])

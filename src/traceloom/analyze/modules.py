@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -282,15 +283,17 @@ def _regions(trace: Trace) -> Regions:
     code = words.code[tree.row]
     category = column(trace, "category")[tree.row]
     python, op, annotation = (category == cat.CATEGORIES.index(name) for name in (cat.PYTHON, cat.OP, cat.ANNOTATION))
-    scope = lookup(words.names.str.starts_with(SCOPE_PREFIX).to_numpy(), code)
-    module = python & lookup(words.names.str.starts_with(MODULE).to_numpy(), code)
-    left_out = lookup(words.matching(STEP_MARK) | words.matching(_COMPILER_NOTE), code)
+    begins = [f"^{re.escape(prefix)}" for prefix in (SCOPE_PREFIX, MODULE, MODULE_PREFIX)]
+    of_scope, of_module, of_mark, step_mark, note = words.matching_each([*begins, STEP_MARK, _COMPILER_NOTE])
+    scope = lookup(of_scope, code)
+    module = python & lookup(of_module, code)
+    left_out = lookup(step_mark | note, code)
     kind = np.full(tree.row.size, -1, like=tree.row)
     kind[module] = KINDS.index("module")
     kind[scope & (op | annotation)] = KINDS.index("scope")
     kind[annotation & ~scope & ~left_out] = KINDS.index("annotation")
     # a module call has a mark of ours, a Python frame, or both: then it counts once
-    marked = (op | annotation) & lookup(words.names.str.starts_with(MODULE_PREFIX).to_numpy(), code)
+    marked = (op | annotation) & lookup(of_mark, code)
     kind[marked] = -1 if module.any() else KINDS.index("module")
     evidence = "python-modules" if module.any() else "annotations" if (kind >= 0).any() else "none"
 

@@ -13,8 +13,8 @@ from traceloom.model.frames import schema
 
 @per_trace
 def whole_steps(trace: Trace) -> pl.DataFrame:
-    """The steps that a spread is taken over: step (Int32), duration_ns; all that the recording holds completely."""
-    return trace.steps.filter("complete").select("step", duration_ns=pl.col("end_ns") - pl.col("start_ns"))
+    """The steps that a spread is taken over: step (Int32), how `many` there are; all that are recorded completely."""
+    return trace.steps.filter("complete").select("step", many=pl.len())
 
 
 def durations(ns: pl.Expr) -> list[pl.Expr]:
@@ -35,24 +35,27 @@ def per_step(frame: pl.DataFrame, keys: Sequence[str], values: Sequence[str], st
         frame: Rows with the `keys`, a column `step` (null outside all steps; such rows are left out) and `values`.
         keys: What a row of the answer stands for.
         values: Integer columns to add up, each named `something_ns`, `something_bytes` or `something_count`.
-        steps: Of `whole_steps`. A step in which a key does not occur counts as 0, because there it was not done.
+        steps: Of `whole_steps`. A step in which a key does not occur counts as 0, because there it was not done. Of
+            several traces (`stacked`) the frame has the column `trace`, too, which is one of the keys.
 
     Returns:
         The keys, then for every value `mean_<value>` (Float64), `min_<value>` and `max_<value>` (Int64), and
         `step_count` (steps in which the key occurs). Without whole steps: no rows.
     """
-    many = steps.height
-    if not many:
+    if not steps.height:
         return pl.DataFrame(schema={**{key: frame.schema[key] for key in keys}, **spread_schema(*values)})
-    inside = frame.filter(pl.col("step").is_in(pl.lit(steps["step"]).implode()))
-    sums = inside.group_by(*keys, "step", maintain_order=True).agg(pl.col(values).sum().cast(pl.Int64))
-    everywhere = pl.col("step").len() == many
+    inside = frame.join(steps, on=steps.columns[:-1], how="inner", maintain_order="left")
+    sums = inside.group_by(*keys, "step", maintain_order=True).agg(
+        pl.col(values).sum().cast(pl.Int64), pl.col("many").first()
+    )
+    many = pl.col("many").first()
+    everywhere = pl.len() == many
     return sums.group_by(*keys, maintain_order=True).agg(
         *(
             statistic
             for v in values
             for statistic in (
-                (pl.col(v).sum() / many).alias(f"mean_{v}"),
+                (pl.col(v).sum() * (1.0 / many)).alias(f"mean_{v}"),
                 pl.when(everywhere).then(pl.col(v).min()).otherwise(0).cast(pl.Int64).alias(f"min_{v}"),
                 pl.col(v).max().alias(f"max_{v}"),
             )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import polars as pl
 
 from traceloom.analyze.quality_effects import EFFECTS
@@ -15,6 +16,7 @@ from traceloom.analyze.quality_gpu import GPU_CHECKS
 from traceloom.analyze.verdict import QualityCheck
 from traceloom.model import Notice, Trace
 from traceloom.model import category as cat
+from traceloom.model.arrays import column
 from traceloom.model.frames import schema
 from traceloom.model.notice import Severity, worst_first
 from traceloom.model.result import Result
@@ -159,19 +161,20 @@ def coarse_clock(trace: Trace) -> QualityCheck | None:
     """Times in whole microseconds: short events are rounded."""
     if trace.meta.unit_ns <= 1:
         return None
-    timed = trace.events["category"].is_in([*cat.GPU_WORK, cat.OP])
-    lengths = trace.events["duration_ns"].filter(timed)
+    timed = np.isin(column(trace, "category"), [cat.CATEGORIES.index(name) for name in (*cat.GPU_WORK, cat.OP)])
+    lengths = column(trace, "duration_ns")[timed]
     short = int((lengths < 10 * trace.meta.unit_ns).sum())
     message = (
-        f"times are whole microseconds (a PyTorch before 2024): {count(short)} of {count(lengths.len())} operators and "
+        f"times are whole microseconds (a PyTorch before 2024): {count(short)} of {count(lengths.size)} operators and "
         "pieces of GPU work are shorter than 10 µs, so that theirs are off by 5 % and more"
     )
-    return QualityCheck(short, lengths.len(), "info", message, slug="coarse-clock")
+    return QualityCheck(short, lengths.size, "info", message, slug="coarse-clock")
 
 
 def _lengths(trace: Trace) -> pl.Series:
-    whole = trace.steps.filter("complete").sort("start_ns")
-    return whole["end_ns"] - whole["start_ns"]
+    complete = trace.steps["complete"]
+    start, end = (trace.steps[name].filter(complete) for name in ("start_ns", "end_ns"))
+    return (end - start)[np.argsort(start.to_numpy(), kind="stable")]
 
 
 _RUN_CHECKS = (

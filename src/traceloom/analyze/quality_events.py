@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import polars as pl
 
 from traceloom.analyze.intervals import union
 from traceloom.analyze.phases import OURS
+from traceloom.analyze.recompute import ENGINE
+from traceloom.analyze.remembered import of_each
+from traceloom.analyze.stacked import TRACE, stacked, unstacked
 from traceloom.analyze.verdict import QualityCheck, graded, many
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.model import Trace
@@ -83,7 +86,7 @@ def missing_stacks(trace: Trace) -> QualityCheck | None:
 
 def shortened_events(trace: Trace) -> QualityCheck | None:
     """Events that overran the one they lie in."""
-    host = trace.lanes.filter(pl.col("kind") == "host")["lane"]
+    host = trace.lanes["lane"].filter(trace.lanes["kind"] == "host")
     on_host = np.isin(column(trace, "lane"), host.to_numpy())
     events = int(on_host.sum())
     if not events:
@@ -131,15 +134,16 @@ def unknown_categories(trace: Trace) -> QualityCheck | None:
 def profiler_overhead(trace: Trace) -> QualityCheck | None:
     """Time that the profiler says it took itself."""
     window = trace.end_ns - trace.start_ns
-    own = trace.events[["category", "start_ns", "duration_ns"]].filter(pl.col("category") == cat.OVERHEAD)
     if not window:
         return None
-    taken = union(own["start_ns"].to_numpy(), (own["start_ns"] + own["duration_ns"]).to_numpy()).total
+    own = trace.events["category"] == cat.OVERHEAD
+    start, duration_ns = (trace.events[name].filter(own).to_numpy() for name in ("start_ns", "duration_ns"))
+    taken = union(start, start + duration_ns).total
     message = (
-        f"the profiler reports {many(own.height, 'pause')} of its own (flushing buffers, allocating them), "
+        f"the profiler reports {many(start.size, 'pause')} of its own (flushing buffers, allocating them), "
         f"{duration(taken)} or {share(taken, window)} of the window: this time is not the program's"
     )
-    return QualityCheck(own.height, trace.events.height, graded(taken, window, 0.05), message, slug="profiler-overhead")
+    return QualityCheck(start.size, trace.events.height, graded(taken, window, 0.05), message, slug="profiler-overhead")
 
 
 _DETAILS = {"kind": "kind", "element_type": "type", "in_elements": "size", "group_size": "group"}
@@ -147,47 +151,75 @@ _DETAILS = {"kind": "kind", "element_type": "type", "in_elements": "size", "grou
 
 def collectives_without_details(trace: Trace) -> QualityCheck | None:
     """Collective calls that do not say what they move (rule 5 of PyTorch's trace validator)."""
-    calls = trace.events[["event"]][np.flatnonzero(vocabulary(trace).events(r"^record_param_comms$"))]
-    if not calls.height:
+    missing = _missing_details(trace)
+    if not missing.height:
         return None
-    # what a call does not say itself, an annotation inside it may: `nccl:all_reduce`
-    inside = trace.events.select("event", call="parent").filter(pl.col("call").is_in(calls["event"].implode()))
-    of_call = pl.concat([calls.select("event", call="event"), inside.drop_nulls()])
-    details = (
-        of_call.join(trace.collectives, on="event", how="inner")
-        .group_by("call")
-        .agg(pl.col(name).is_not_null().any().alias(word) for name, word in _DETAILS.items())
-    )
-    details = calls.join(details, left_on="event", right_on="call", how="left")
-    missing = details.select(pl.col(word).fill_null(value=False).not_() for word in _DETAILS.values())
     counts = {word: int(missing[word].sum()) for word in _DETAILS.values() if missing[word].any()}
     parts = [f"{', '.join(w for w, n in counts.items() if n == number)} in {count(number)}" for number in
              sorted(set(counts.values()), reverse=True)]  # fmt: skip
-    affected = int(missing.select(pl.any_horizontal(pl.all()).sum()).item())
+    affected = int(missing["any"].sum())
     message = (
-        f"{count(affected)} of {count(calls.height)} collective calls do not say all that they move (missing: "
+        f"{count(affected)} of {count(missing.height)} collective calls do not say all that they move (missing: "
         f"{'; '.join(parts)}; an older PyTorch, or shapes were off): bytes and bandwidth of these may be unknown"
     )
-    return QualityCheck(affected, calls.height, "info", message, slug="collectives-without-details")
+    return QualityCheck(affected, missing.height, "info", message, slug="collectives-without-details")
+
+
+@of_each
+def _missing_details(traces: Sequence[Trace]) -> Iterable[pl.DataFrame]:
+    """For each collective call whether it lacks each of the details, and any."""
+    all_calls, all_inside = [], []
+    for trace in traces:
+        rows = np.flatnonzero(vocabulary(trace).events(r"^record_param_comms$"))
+        inside = np.flatnonzero(np.isin(column(trace, "parent", -1), rows))
+        all_calls.append(trace.events[["event"]][rows])
+        all_inside.append(trace.events[["event", "parent"]][inside])
+    calls = stacked(all_calls)
+    if not calls.height:
+        return unstacked(calls, traces)
+    # what a call does not say itself, an annotation inside it may: `nccl:all_reduce`
+    of_call = pl.concat([calls.select(TRACE, "event", parent="event"), stacked(all_inside)])
+    details = (
+        of_call.join(stacked(trace.collectives[["event", *_DETAILS]] for trace in traces), on=[TRACE, "event"])
+        .group_by(TRACE, call="parent")
+        .agg(pl.col(name).is_not_null().any().alias(word) for name, word in _DETAILS.items())
+    )
+    words = pl.col(*_DETAILS.values()).fill_null(value=False).not_()
+    missing = (
+        calls.join(details, left_on=[TRACE, "event"], right_on=[TRACE, "call"], how="left", maintain_order="left")
+        .select(TRACE, words)
+        .with_columns(any=pl.any_horizontal(*_DETAILS.values()))
+    )
+    return unstacked(missing, traces)
 
 
 def ambiguous_backward(trace: Trace) -> QualityCheck | None:
     """Sequence numbers with more than one backward op (rule 6 of PyTorch's trace validator)."""
-    events = trace.events[["name", "process", "forward_thread", "sequence"]].filter(pl.col("sequence") >= 0)
-    nodes = events.filter(pl.col("name").str.starts_with("autograd::engine::evaluate_function: "))
-    if not nodes.height:
+    names = _names_of_sequence_numbers(trace)
+    if not names.len():
         return None
-    names = nodes.group_by("process", "forward_thread", "sequence").agg(pl.col("name").n_unique())
-    affected = int((names["name"] > 1).sum())
+    affected = int((names > 1).sum())
     message = (
-        f"{count(affected)} of {count(names.height)} autograd sequence numbers belong to several backward operators: "
+        f"{count(affected)} of {count(names.len())} autograd sequence numbers belong to several backward operators: "
         "the forward operator of these is uncertain"
     )
-    return QualityCheck(affected, names.height, "info", message, slug="ambiguous-backward")
+    return QualityCheck(affected, names.len(), "info", message, slug="ambiguous-backward")
+
+
+@of_each
+def _names_of_sequence_numbers(traces: Sequence[Trace]) -> Iterable[pl.Series]:
+    """For each sequence number of the backward pass how many names its nodes have."""
+    parts = []
+    for trace in traces:
+        nodes = np.flatnonzero(vocabulary(trace).events(ENGINE) & (column(trace, "sequence", -1) >= 0))
+        parts.append(trace.events[["name", "process", "forward_thread", "sequence"]][nodes])
+    keys = [TRACE, "process", "forward_thread", "sequence"]
+    names = stacked(parts).group_by(keys, maintain_order=True).agg(pl.col("name").n_unique())
+    return [of_trace["name"] for of_trace in unstacked(names, traces)]
 
 
 def _count(trace: Trace, *categories: str) -> int:
-    return int(trace.events["category"].is_in(categories).sum())
+    return int(np.isin(column(trace, "category"), [cat.CATEGORIES.index(name) for name in categories]).sum())
 
 
 EVENT_CHECKS: tuple[Callable[[Trace], QualityCheck | None], ...] = (

@@ -6,39 +6,55 @@ correlation ids, which say more than the external ids used there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
 import polars as pl
+from msgspec import Struct
 
 from traceloom.analyze.counters import kernel_launches
-from traceloom.analyze.remembered import per_trace
+from traceloom.analyze.gaps import gpu_rows
+from traceloom.analyze.remembered import of_each, per_trace
+from traceloom.analyze.stacked import TRACE, of_events, stacked
 from traceloom.analyze.verdict import QualityCheck, graded, many
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.link.device_edges import BEGINNING, MUCH
 from traceloom.model import Trace
 from traceloom.model import category as cat
+from traceloom.model.arrays import column
 from traceloom.model.units import count, duration, share
 
 # Not fills: those of nothing (cuBLAS makes them) submit no work.
 _SUBMITS = r"LaunchKernel|LaunchCooperativeKernel|GraphLaunch|Memcpy"
-_WAITS = ("Stream Wait Event", "Event Sync")
+_STREAM_WAIT = "Stream Wait Event"
 _COLD_NS = 200_000  # the first launch of a kernel may take so long until it runs
+
+
+class _Figures(Struct, frozen=True):
+    """Sums over the GPU work of a trace: counts of pieces, times in ns."""
+
+    work_count: int = 0
+    orphan_count: int = 0  # of no recorded launch
+    orphan_ns: int = 0
+    early_count: int = 0  # before their launch, and by how much at most
+    early_ns: int = 0
+    timed_count: int = 0
+    overlapping_count: int = 0  # with the work before on the same stream
+    instant_count: int = 0
 
 
 def orphan_gpu_work(trace: Trace) -> QualityCheck | None:
     """GPU work that no launch in the file explains."""
-    work = _work(trace)
-    if not work.height:
+    work = _figures(trace)
+    if not work.work_count:
         return None
-    orphans = work.filter(pl.col("launch").is_null())
-    ns = int(orphans["duration_ns"].clip(lower_bound=0).sum())
     message = (
-        f"the launch of {count(orphans.height)} of {many(work.height, 'piece')} of GPU work ({duration(ns)}) is not in "
-        "the file, mostly because the recording began later: the time counts, but no operator, module or step can be "
-        "named for it"
+        f"the launch of {count(work.orphan_count)} of {many(work.work_count, 'piece')} of GPU work "
+        f"({duration(work.orphan_ns)}) is not in the file, mostly because the recording began later: the time counts, "
+        "but no operator, module or step can be named for it"
     )
-    severity = graded(orphans.height, work.height, 0.05)
-    return QualityCheck(orphans.height, work.height, severity, message, slug="orphan-work")
+    severity = graded(work.orphan_count, work.work_count, 0.05)
+    return QualityCheck(work.orphan_count, work.work_count, severity, message, slug="orphan-work")
 
 
 def gpu_work_missing(trace: Trace) -> QualityCheck | None:
@@ -80,62 +96,57 @@ def launches_without_work(trace: Trace) -> QualityCheck | None:
     if not work.height or not launches.height:
         return None
     # by correlation: a driver call inside a runtime call repeats its number
-    lost = launches.join(work[["correlation"]].unique(), on="correlation", how="anti")
-    late = int(lost.select((pl.col("start_ns") > work["start_ns"].max()).sum()).item())
+    done = np.isin(launches["correlation"].to_numpy(), work["correlation"].drop_nulls().to_numpy())
+    lost = launches["start_ns"].to_numpy()[~done]
+    late = int((lost > work["start_ns"].to_numpy().max()).sum())
     last = f" ({count(late)} of them after the last piece of GPU work)" if late else ""
     message = (
-        f"the GPU work of {count(lost.height)} of {many(launches.height, 'launch', 'launches')} is not in the file"
+        f"the GPU work of {count(lost.size)} of {many(launches.height, 'launch', 'launches')} is not in the file"
         f"{last}: the recording ended first, or events were dropped; "
         "GPU time is missing there"
     )
     return QualityCheck(
-        lost.height, launches.height, graded(lost.height, launches.height, 0.01), message, slug="launches-without-work"
+        lost.size, launches.height, graded(lost.size, launches.height, 0.01), message, slug="launches-without-work"
     )
 
 
 def work_before_launch(trace: Trace) -> QualityCheck | None:
     """GPU work that starts before its launch: the two clocks disagree (rule 1)."""
-    work = _work(trace).filter(pl.col("launch").is_not_null())
-    if not work.height:
+    work = _figures(trace)
+    launched = work.work_count - work.orphan_count
+    if not launched:
         return None
-    called = trace.events["start_ns"][work["launch"]]
-    early = (called - work["start_ns"]).clip(lower_bound=0)
-    affected = int((early > 0).sum())
-    most = early.max()
-    most_ns = int(most) if isinstance(most, (int, float)) else None
     message = (
-        f"{many(affected, 'piece')} of GPU work started before the launch, by up to {duration(most_ns)}: the clocks of "
-        "host and GPU disagree by that much, and so do launch delays and idle causes"
+        f"{many(work.early_count, 'piece')} of GPU work started before the launch, by up to {duration(work.early_ns)}: "
+        "the clocks of host and GPU disagree by that much, and so do launch delays and idle causes"
     )
-    return QualityCheck(affected, work.height, "warning", message, slug="gpu-work-before-launch")
+    return QualityCheck(work.early_count, launched, "warning", message, slug="gpu-work-before-launch")
 
 
 def overlapping_work(trace: Trace) -> QualityCheck | None:
     """GPU work that begins before the work before it on the same stream has ended."""
-    work = _work(trace).filter(pl.col("duration_ns") > 0)
-    if not work.height:
+    work = _figures(trace)
+    if not work.timed_count:
         return None
-    end = pl.col("start_ns") + pl.col("duration_ns")
-    reach = end.cum_max().shift(1).over("device", "stream")
-    affected = int(work.select((pl.col("start_ns") < reach).sum()).item())
     message = (
-        f"{many(affected, 'piece')} of GPU work overlapped the one before on its own stream (programmatic launches, or "
-        "several hardware queues): sums of kernel times exceed the time that passed; unions are right"
+        f"{many(work.overlapping_count, 'piece')} of GPU work overlapped the one before on its own stream "
+        "(programmatic launches, or several hardware queues): sums of kernel times exceed the time that passed; unions "
+        "are right"
     )
-    return QualityCheck(affected, work.height, "info", message, slug="overlapping-gpu-work")
+    return QualityCheck(work.overlapping_count, work.timed_count, "info", message, slug="overlapping-gpu-work")
 
 
 def instant_work(trace: Trace) -> QualityCheck | None:
     """GPU work that was too short for the clock."""
-    work = _work(trace)
-    if not work.height:
+    work = _figures(trace)
+    if not work.work_count:
         return None
-    affected = int((work["duration_ns"] == 0).sum())
+    affected, total = work.instant_count, work.work_count
     message = (
-        f"{count(affected)} of {many(work.height, 'piece')} of GPU work took no time by the clock of the recording: "
+        f"{count(affected)} of {many(total, 'piece')} of GPU work took no time by the clock of the recording: "
         "they are counted, but take no time in any sum, and have no bandwidth"
     )
-    return QualityCheck(affected, work.height, graded(affected, work.height, 0.1), message, slug="instant-gpu-work")
+    return QualityCheck(affected, total, graded(affected, total, 0.1), message, slug="instant-gpu-work")
 
 
 def unpaired_counters(trace: Trace) -> QualityCheck | None:
@@ -153,27 +164,31 @@ def unpaired_counters(trace: Trace) -> QualityCheck | None:
 
 def waits_without_record(trace: Trace) -> QualityCheck | None:
     """Waits for an event that do not say which record they await (rule 2)."""
-    waits = trace.syncs.filter(pl.col("kind").is_in(_WAITS))
-    if not waits.height:
+    kind = trace.syncs["kind"]
+    awaited = trace.syncs["record_correlation"].filter((kind == _STREAM_WAIT) | (kind == "Event Sync"))
+    if not awaited.len():
         return None
-    affected = int((waits["record_correlation"].fill_null(-1) < 0).sum())
+    affected = awaited.len() - int((awaited >= 0).sum())
     message = (
-        f"{count(affected)} of {count(waits.height)} waits for an event do not say which record they await: "
+        f"{count(affected)} of {count(awaited.len())} waits for an event do not say which record they await: "
         "dependencies between streams are incomplete"
     )
-    return QualityCheck(affected, waits.height, "info", message, slug="waits-without-record")
+    return QualityCheck(affected, awaited.len(), "info", message, slug="waits-without-record")
 
 
 def syncs_while_running(trace: Trace) -> QualityCheck | None:
     """Stream synchronisations that are said to begin while a kernel of the stream runs (rule 3)."""
+    of_stream = trace.syncs["kind"] == "Stream Sync"
+    if not of_stream.any():
+        return None
+    kernels = _work(trace).filter(pl.col("category") == cat.KERNEL)
     syncs = (
-        trace.syncs.filter(pl.col("kind") == "Stream Sync")
+        trace.syncs.filter(of_stream)
         .join(trace.events[["event", "device", "start_ns"]], on="event")
         .select("device", "stream", "start_ns")
         .drop_nulls()
         .sort("start_ns")
     )
-    kernels = _work(trace).filter(pl.col("category") == cat.KERNEL)
     if not syncs.height or not kernels.height:
         return None
     ends = kernels.select(
@@ -190,13 +205,14 @@ def syncs_while_running(trace: Trace) -> QualityCheck | None:
 
 def waits_for_unknown_record(trace: Trace) -> QualityCheck | None:
     """Waits whose event record is not in the file, or lies in the future (rule 4)."""
+    awaits = (trace.syncs["kind"] == _STREAM_WAIT) & (trace.syncs["record_correlation"] >= 0)
+    if not awaits.any():
+        return None
     waits = (
-        trace.syncs.filter((pl.col("kind") == "Stream Wait Event") & (pl.col("record_correlation") >= 0))
+        trace.syncs.filter(awaits)
         .join(trace.events[["event", "start_ns"]], on="event")
         .select("record_correlation", "start_ns")
     )
-    if not waits.height:
-        return None
     called = trace.events[["category", "name", "correlation", "start_ns"]].filter(
         pl.col("category").is_in(cat.LAUNCHES)
     )
@@ -215,14 +231,39 @@ def waits_for_unknown_record(trace: Trace) -> QualityCheck | None:
 @per_trace
 def _work(trace: Trace) -> pl.DataFrame:
     columns = ["category", "start_ns", "duration_ns", "device", "stream", "correlation", "launch"]
-    return trace.events.lazy().filter(pl.col("category").is_in(cat.GPU_WORK)).select(columns).collect()
+    return trace.events[columns][gpu_rows(trace)]
+
+
+@of_each
+def _figures(traces: Sequence[Trace]) -> Iterable[_Figures]:
+    work = stacked(map(_work, traces))
+    work = work.hstack([of_events(traces, work, "launch", "start_ns").alias("called_ns")])
+    start, ns = pl.col("start_ns"), pl.col("duration_ns")
+    orphan, early = pl.col("launch").is_null(), pl.col("called_ns") - start
+    reach = pl.when(ns > 0).then(start + ns).cum_max().forward_fill().shift(1).over(TRACE, "device", "stream")
+    sums = (
+        work.with_columns(((ns > 0) & (start < reach)).alias("overlaps"))
+        .group_by(TRACE)
+        .agg(
+            work_count=pl.len(),
+            orphan_count=orphan.sum(),
+            orphan_ns=ns.filter(orphan).clip(lower_bound=0).sum(),
+            early_count=(early > 0).sum(),
+            early_ns=early.clip(lower_bound=0).max().fill_null(0),
+            timed_count=(ns > 0).sum(),
+            overlapping_count=pl.col("overlaps").sum(),
+            instant_count=(ns == 0).sum(),
+        )
+    )
+    of_trace = {row.pop(TRACE): _Figures(**row) for row in sums.to_dicts()}
+    return [of_trace.get(number, _Figures()) for number in range(len(traces))]
 
 
 @per_trace
 def _submissions(trace: Trace) -> pl.DataFrame:
-    submits = pl.Series(vocabulary(trace).events(_SUBMITS))
-    calls = trace.events.lazy().filter(pl.lit(submits), pl.col("category").is_in(cat.LAUNCHES))
-    return calls.select("correlation", "start_ns").drop_nulls("correlation").collect()
+    is_call = np.isin(column(trace, "category"), [cat.CATEGORIES.index(name) for name in cat.LAUNCHES])
+    rows = np.flatnonzero(is_call & vocabulary(trace).events(_SUBMITS))
+    return trace.events[["correlation", "start_ns"]][rows].drop_nulls("correlation")
 
 
 GPU_CHECKS: tuple[Callable[[Trace], QualityCheck | None], ...] = (

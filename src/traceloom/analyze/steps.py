@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.classify import gpu_work
+from traceloom.analyze.classify import stepped_work
 from traceloom.analyze.intervals import Spans
-from traceloom.analyze.remembered import per_trace
+from traceloom.analyze.remembered import of_each, per_trace
+from traceloom.analyze.stacked import TRACE, stacked, unstacked
 from traceloom.array_types import Ints
 from traceloom.model import Trace
 from traceloom.model.frames import as_declared, schema
@@ -87,18 +89,22 @@ def tiles(trace: Trace) -> Tiles:
 @per_trace
 def step_times(trace: Trace) -> StepTimes:
     """Durations of the steps, their spread, and the lag of the GPU behind each."""
-    work = gpu_work(trace)
+    return _of_each(trace)
+
+
+@of_each
+def _of_each(traces: Sequence[Trace]) -> Iterable[StepTimes]:
     launched = (  # in each step, whenever it ran
-        work[["launch", "end_ns"]]
-        .hstack([trace.events["step"].gather(work["event"])])
+        stepped_work(traces)
         .drop_nulls(["launch", "step"])
-        .group_by("step")
+        .group_by(TRACE, "step")
         .agg(last_end_ns=pl.col("end_ns").max(), launch_count=pl.col("launch").n_unique().cast(pl.Int64))
     )
-    steps = (
-        trace.steps[["step", "name", "start_ns", "end_ns", "complete", "evidence"]]
-        .join(launched, on="step", how="left", maintain_order="left")
+    rows = (
+        stacked(trace.steps[["step", "name", "start_ns", "end_ns", "complete"]] for trace in traces)
+        .join(launched, on=[TRACE, "step"], how="left", maintain_order="left")
         .select(
+            TRACE,
             "step",
             "name",
             "start_ns",
@@ -107,10 +113,14 @@ def step_times(trace: Trace) -> StepTimes:
             (pl.col("last_end_ns") - pl.col("end_ns")).clip(lower_bound=0).alias("lag_ns"),
             pl.col("launch_count").fill_null(0),
         )
-        .pipe(as_declared, SCHEMA)
     )
-    durations = steps.filter("complete")["duration_ns"].to_numpy()
-    evidence = str(trace.steps["evidence"][0]) if trace.steps.height else "none"
+    for trace, steps in zip(traces, unstacked(rows, traces), strict=True):
+        evidence = str(trace.steps["evidence"][0]) if trace.steps.height else "none"
+        yield _spread(steps.pipe(as_declared, SCHEMA), evidence)
+
+
+def _spread(steps: pl.DataFrame, evidence: str) -> StepTimes:
+    durations = steps["duration_ns"].filter(steps["complete"]).to_numpy()
     if not durations.size:
         return StepTimes(steps, 0, None, None, None, None, evidence)
     first, median, third = np.percentile(durations, (25, 50, 75))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
 
 from traceloom.analyze.ancestry import forest
-from traceloom.analyze.classify import gpu_work
+from traceloom.analyze.classify import stepped_work
 from traceloom.analyze.per_step import per_step, spread_schema, whole_steps
 from traceloom.analyze.phases import meaning
+from traceloom.analyze.remembered import of_each
+from traceloom.analyze.stacked import TRACE, stacked, unstacked
 from traceloom.model import Trace
 from traceloom.model.frames import as_declared, schema
 from traceloom.model.result import Result
@@ -37,25 +40,29 @@ class WorkPerStep(Result):
 
 def work_per_step(trace: Trace) -> WorkPerStep:
     """Add up kernels and operators per step; work belongs to the step that launched it. Without steps: no rows."""
-    steps = whole_steps(trace)
-    every = gpu_work(trace)
-    work = every.select(
-        "name",
-        trace.events["step"].gather(every["event"]),
-        total_ns=pl.col("end_ns") - pl.col("start_ns"),
-        call_count=pl.lit(1, pl.Int64),
+    return _of_each(trace)
+
+
+@of_each
+def _of_each(traces: Sequence[Trace]) -> Iterable[WorkPerStep]:
+    steps = [whole_steps(trace) for trace in traces]
+    kernels, operators = (
+        per_step(
+            rows.with_columns(call_count=pl.lit(1, pl.Int64)), [TRACE, "name"], [time, "call_count"], stacked(steps)
+        ).sort(TRACE, f"mean_{time}", "name", descending=[False, True, False])
+        for rows, time in (
+            (stepped_work(traces).rename({"ns": "total_ns"}), "total_ns"),
+            (stacked(map(_operators, traces)), "self_ns"),
+        )
     )
+    for whole, *frames in zip(steps, unstacked(kernels, traces), unstacked(operators, traces), strict=True):
+        yield WorkPerStep(whole.height, frames[0].pipe(as_declared, KERNELS), frames[1].pipe(as_declared, OPERATORS))
+
+
+def _operators(trace: Trace) -> pl.DataFrame:
+    """Each call of an operator: name, step, self_ns."""
     tree = forest(trace)
     is_op = meaning(trace).op
     ops = np.flatnonzero(is_op)
     self_ns = tree.self_ns(is_op, tree.nearest(is_op))[ops]
-    op_rows = trace.events[["name", "step"]][tree.row[ops]].with_columns(
-        pl.Series("self_ns", self_ns), pl.lit(1, pl.Int64).alias("call_count")
-    )
-    kernels, operators = (
-        per_step(rows, ["name"], [time, "call_count"], steps)
-        .pipe(as_declared, schema)
-        .sort(f"mean_{time}", "name", descending=[True, False])
-        for rows, time, schema in ((work, "total_ns", KERNELS), (op_rows, "self_ns", OPERATORS))
-    )
-    return WorkPerStep(steps.height, kernels, operators)
+    return trace.events[["name", "step"]][tree.row[ops]].hstack([pl.Series("self_ns", self_ns, dtype=pl.Int64)])

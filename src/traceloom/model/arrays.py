@@ -6,6 +6,7 @@ in memory needs `lookup`, and an array that is made anew takes `like=` a column.
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -50,7 +51,15 @@ def column(trace: Trace, name: str, absent: int | None = None) -> Array:
         name: The column; categories as their numbers.
         absent: What stands for null; the column is int64 then. None for columns without nulls.
     """
-    return column_of(trace.events, name, absent, large=is_large(trace))
+    if name != "category":
+        return column_of(trace.events, name, absent, large=is_large(trace))
+    if id(trace) not in _CATEGORIES:
+        _CATEGORIES[id(trace)] = column_of(trace.events, name, large=is_large(trace))
+        weakref.finalize(trace, _CATEGORIES.pop, id(trace))
+    return _CATEGORIES[id(trace)]
+
+
+_CATEGORIES: dict[int, Array] = {}  # by the trace's id: what is asked for most; a view, which takes no memory
 
 
 def column_of(events: pl.DataFrame, name: str, absent: int | None = None, *, large: bool) -> Array:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, TypedDict, cast
 import polars as pl
 
 from traceloom import __version__, analyze
-from traceloom.analyze.device_account import device_account
 from traceloom.analyze.quality_effects import affected
+from traceloom.analyze.remembered import together
 from traceloom.files import with_addresses
 from traceloom.model import Notice, Session
 from traceloom.model.notice import worst_first
@@ -70,7 +70,9 @@ def build(session: Session, options: ReportOptions | None = None, *, beside: boo
     faults = Faults(options.only)
     with begun_findings(whole, options, part.epoch_ns, beside=beside) as findings_of:
         # All of one rank before the next: what several sections need of a trace is worked out once and then forgotten,
-        # so that a run of many ranks needs the memory of one.
+        # so that a run of many ranks needs the memory of one, or of several small ones that are looked at together.
+        together(whole.traces)
+        together(part.traces)
         ranks: list[Measured] = []
         results: dict[str, list[Any]] = {chosen_section.key: [] for chosen_section in chosen_sections}
         for trace, shown in zip(whole.traces, part.traces, strict=True):
@@ -248,7 +250,7 @@ def rank_entry(measured: Measured, absent: Absent, *, cut: bool) -> RankRow:
     steps: list[StepRow] = absent.listed(times.steps, "ranks[*].steps")
     account: GpuAccountRow | None = None
     if devices:
-        of_gpu = device_account(trace, gpu, measured.idle)
+        of_gpu = measured.facts.account
         account = {
             "window": of_gpu.window,
             "devices": absent.rows(of_gpu.devices, "ranks[*].gpu_account.devices"),

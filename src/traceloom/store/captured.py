@@ -143,7 +143,7 @@ def _kernels(trace: Trace, hertz: dict[str, float]) -> pl.DataFrame:
     texts = ("kernel", "op", "shapes", "types")
     bound = bounds(trace).select("event", "device", "roofline_ns", "bound")
     work = (
-        shaped_work(trace)
+        shaped_work([trace])
         .join(bound, on="event", how="left", maintain_order="left")
         .join(names, on="device", how="left", nulls_equal=True)
         .with_columns(

@@ -96,7 +96,7 @@ def test_shapes_of_inputs_part_the_work_of_an_operator_without_loss(odd: Trace) 
 
 
 def test_what_a_step_does_not_do_counts_as_nothing_there() -> None:
-    steps = pl.DataFrame({"step": [1, 2, 3, 4], "duration_ns": [9] * 4}, schema_overrides={"step": pl.Int32})
+    steps = pl.DataFrame({"step": [1, 2, 3, 4], "many": [4] * 4}, schema_overrides={"step": pl.Int32})
     rows = [("a", 1, 5), ("a", 1, 3), ("a", 2, 4), ("b", 1, 1), ("b", 2, 1), ("b", 3, 1), ("b", 4, 1), ("c", 9, 7)]
     frame = pl.DataFrame(rows, schema={"name": pl.String, "step": pl.Int32, "ns": pl.Int64}, orient="row")
     found = per_step(frame, ["name"], ["ns"], steps)

@@ -42,6 +42,8 @@ class GraphLaunchesSection(Section[Frames, "GraphLaunchesValue"]):
 
     def measure(self, trace: Trace, options: ReportOptions) -> Frames:
         launches = analyze.graph_launches(trace)
+        if not launches.graphs.height:
+            return {name: getattr(launches, name) for name in self.parts}
         order = launches.replays["deviation"].is_null()
         replays = launches.replays.with_columns(order.alias("usual")).sort("usual", "span_ns", descending=[False, True])
         nodes = launches.nodes.sort("total_ns", descending=True, maintain_order=True)

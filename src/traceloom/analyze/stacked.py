@@ -1,0 +1,40 @@
+"""Rows of several traces in one frame, so that one query does for all of them what it does for one.
+
+The column `trace` says which of the traces a row is of. What rows of one trace are grouped, joined and sorted by, those
+of several are grouped, joined and sorted by together with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+import numpy as np
+import polars as pl
+
+from traceloom.model import Trace
+
+TRACE = "trace"
+
+
+def stacked(frames: Iterable[pl.DataFrame]) -> pl.DataFrame:
+    """The rows of each trace, one trace after the other, first the column `trace` (UInt32)."""
+    parts = []
+    for number, frame in enumerate(frames):
+        numbers = pl.Series(TRACE, [number], dtype=pl.UInt32).new_from_index(0, frame.height)
+        parts.append(frame.clone().insert_column(0, numbers))
+    return pl.concat(parts)
+
+
+def unstacked(rows: pl.DataFrame, traces: Sequence[Trace]) -> list[pl.DataFrame]:
+    """The rows of each trace without the column `trace`, by which they are sorted."""
+    bounds = np.searchsorted(rows[TRACE].to_numpy(), np.arange(len(traces) + 1)).tolist()
+    columns = rows.clone()
+    columns.drop_in_place(TRACE)
+    return [columns[low:high] for low, high in pairwise(bounds)]
+
+
+def of_events(traces: Sequence[Trace], rows: pl.DataFrame, by: str, name: str) -> pl.Series:
+    """A column of the traces' events, for the event in the column `by` of each row; null where that is null."""
+    parts = unstacked(rows[[TRACE, by]], traces)
+    return pl.concat([trace.events[name][part[by]] for trace, part in zip(traces, parts, strict=True)])
