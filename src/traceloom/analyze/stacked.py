@@ -38,3 +38,8 @@ def of_events(traces: Sequence[Trace], rows: pl.DataFrame, by: str, name: str) -
     """A column of the traces' events, for the event in the column `by` of each row; null where that is null."""
     parts = unstacked(rows[[TRACE, by]], traces)
     return pl.concat([trace.events[name][part[by]] for trace, part in zip(traces, parts, strict=True)])
+
+
+def share(name: str) -> pl.Expr:
+    """What part of its trace's sum of a column each row has; null where that is 0."""
+    return (pl.col(name) * (1.0 / pl.col(name).sum().over(TRACE))).fill_nan(None).alias("fraction")
