@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import polars as pl
 
 from traceloom.analyze.breakdown import GpuTime, gpu_time
 from traceloom.analyze.data_loading import DataLoading, data_loading
-from traceloom.analyze.device_account import device_account, has_step_time
+from traceloom.analyze.device_account import DeviceAccount, device_account, has_step_time
 from traceloom.analyze.host import HostTime, host
 from traceloom.analyze.idle import Idle, idle
 from traceloom.analyze.idle_causes import CAUSES, HOST_CAUSES
@@ -80,6 +81,11 @@ class Facts:
     operators: Operators
     data_loading: DataLoading
 
+    @cached_property
+    def account(self) -> DeviceAccount:
+        """The time of its devices."""
+        return device_account(self.trace, self.gpu, self.idle)
+
 
 @dataclass(frozen=True)
 class Answer(Result):
@@ -117,7 +123,7 @@ def answer(session: Session, facts_of_traces: Sequence[Facts] | None = None) -> 
     on_gpu = [fact for fact in all_facts if fact.gpu.devices.height]
     rows: list[tuple[str, str, int]] = []  # label, kind, ns
     for fact in on_gpu:  # what the devices did in the window of the account; idle time by cause
-        account = device_account(fact.trace, fact.gpu, fact.idle)
+        account = fact.account
         rows += [(label, kind, int(account.devices[field].sum())) for kind, label, field in _GPU_PARTS]
         rows += [(f"idle: {CAUSES[cause]}", "idle", ns) for cause, ns in account.idle[["cause", "idle_ns"]].rows()]
         rows.append((f"idle: {_EDGE}", "idle", int(account.devices["edge_idle_ns"].sum())))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import numpy as np
 import polars as pl
 from msgspec import Struct
 
 from traceloom.analyze.ancestry import forest
-from traceloom.analyze.remembered import per_trace
+from traceloom.analyze.remembered import of_each, per_trace
+from traceloom.analyze.stacked import TRACE, of_events, stacked, unstacked
 from traceloom.array_types import Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
@@ -38,38 +41,42 @@ def backward_of(trace: Trace) -> Backward | None:
     one lane that holds (nearly) all of the thread's sequence numbers. Otherwise its ops are not joined. Several ops can
     carry one number, since it is read when an op begins: the one that began last made the node.
     """
-    tree = forest(trace)
-    is_op = column(trace, "category")[tree.row] == cat.CATEGORIES.index(cat.OP)
-    position = np.flatnonzero(is_op & (column(trace, "sequence", -1)[tree.row] >= 0))
-    rows = tree.row[position]
-    ops = trace.events[["process", "sequence", "forward_thread", "lane"]][rows].hstack(
-        [pl.Series("position", position)]
-    )
-    thread = column(trace, "forward_thread", 0)[rows]
-    forward, backward = ops[np.flatnonzero(thread == 0)], ops[np.flatnonzero(thread > 0)]
+    return _of_each(trace)
+
+
+@of_each
+def _of_each(traces: Sequence[Trace]) -> Iterable[Backward | None]:
+    ops = stacked(map(_numbered, traces))
+    thread = ops["forward_thread"].fill_null(0)
+    forward, backward = ops.filter(thread == 0), ops.filter(thread > 0)
     if not forward.height or not backward.height:
-        return None
-    # The lane of each (process, forward_thread): columns process, forward_thread, lane
-    keys = ["process", "forward_thread"]
+        return [None for _ in traces]
+    # The lane of each (trace, process, forward_thread)
+    keys = [TRACE, "process", "forward_thread"]
     # each arrow joins a forward op (its lane) to a backward op (its forward thread)
-    flows = trace.flows.filter(pl.col("kind") == "forward-backward").drop_nulls(["source", "target"])
-    arrows = trace.events[keys][flows["target"]].hstack([trace.events["lane"][flows["source"]]])
+    flows = stacked(trace.flows for trace in traces).filter(pl.col("kind") == "forward-backward")
+    flows = flows.drop_nulls(["source", "target"])
+    arrows = flows.select(
+        TRACE,
+        *(of_events(traces, flows, "target", name) for name in keys[1:]),
+        of_events(traces, flows, "source", "lane"),
+    )
     counted = (
         arrows.filter(pl.col("forward_thread") > 0)
         .group_by(*keys, "lane")
         .agg(pl.len().alias("n"))
-        .sort("n", "lane", descending=[True, False])
+        .sort(TRACE, "n", "lane", descending=[False, True, False])
     )
     by_flow = counted.unique(keys, keep="first", maintain_order=True)[[*keys, "lane"]]
     rest = backward.join(by_flow, on=keys, how="anti")
     if not rest.height:
         threads = by_flow
     else:
-        lanes = forward[["process", "lane", "sequence"]].unique()
+        lanes = forward[[TRACE, "process", "lane", "sequence"]].unique()
         numbers = rest[[*keys, "sequence"]].unique()
         totals = numbers.group_by(keys).agg(pl.len().alias("wanted"))
         held = (
-            numbers.join(lanes, on=["process", "sequence"], how="inner")
+            numbers.join(lanes, on=[TRACE, "process", "sequence"], how="inner")
             .group_by(*keys, "lane")
             .agg(pl.len().alias("n"))
         )
@@ -79,15 +86,28 @@ def backward_of(trace: Trace) -> Backward | None:
             .filter(pl.col("n") >= _ENOUGH * pl.col("wanted"), pl.len().over(keys) == 1)
         )
         threads = pl.concat([by_flow, matches[[*keys, "lane"]]])
-    if not threads.height:
-        return None
-    makers = forward.group_by("process", "lane", "sequence").agg(pl.col("position").max().alias("forward"))
+    makers = forward.group_by(TRACE, "process", "lane", "sequence").agg(pl.col("position").max().alias("forward"))
     joined = (
         backward[[*keys, "sequence", "position"]]
         .join(threads, on=keys, how="inner")
-        .join(makers, on=["process", "lane", "sequence"], how="inner")
-        .sort("position")
+        .join(makers, on=[TRACE, "process", "lane", "sequence"], how="inner")
+        .sort(TRACE, "position")
     )
+    return map(_earlier, traces, unstacked(joined, traces))
+
+
+def _numbered(trace: Trace) -> pl.DataFrame:
+    """The ops with a sequence number: process, sequence, forward_thread, lane, position (in the forest)."""
+    tree = forest(trace)
+    is_op = column(trace, "category")[tree.row] == cat.CATEGORIES.index(cat.OP)
+    position = np.flatnonzero(is_op & (column(trace, "sequence", -1)[tree.row] >= 0))
+    columns = trace.events[["process", "sequence", "forward_thread", "lane"]]
+    return columns[tree.row[position]].hstack([pl.Series("position", position, dtype=pl.Int64)])
+
+
+def _earlier(trace: Trace, joined: pl.DataFrame) -> Backward | None:
+    """Those whose forward op began earlier; None for none."""
+    row = forest(trace).row
     nodes, made_by = joined["position"].to_numpy(), joined["forward"].to_numpy()
-    earlier = tree.row[made_by] < tree.row[nodes]
+    earlier = row[made_by] < row[nodes]
     return Backward(nodes[earlier], made_by[earlier]) if earlier.any() else None

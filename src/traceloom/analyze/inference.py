@@ -138,6 +138,9 @@ def inference(
     for trace in traces:
         steps = _steps(trace)
         captured = of_rank(capture, trace)
+        if not steps.height and captured is None and tokens_per_step is None and samples_per_step is None:
+            parts.append([columns.to_frame() for columns in (STEPS, MIX, RATES, NODES, OPERATORS)])
+            continue
         nodes = pl.DataFrame(schema=MAPPED) if captured is None else mapped_nodes(graph_launches(trace), captured)
         operators = (
             nodes.group_by("op_name", "module")
@@ -176,6 +179,8 @@ def inference(
 def _steps(trace: Trace) -> pl.DataFrame:
     """The steps with their GPU work."""
     annotated = _annotations(trace)
+    if not annotated.height:
+        return STEPS.to_frame()
     made = submissions(trace)
     on_gpu = bool(annotated["on_gpu"].any())
     # work belongs to the step that launched it; where only the GPU's annotations are known, to that in which it starts

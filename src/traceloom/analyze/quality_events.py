@@ -147,28 +147,26 @@ _DETAILS = {"kind": "kind", "element_type": "type", "in_elements": "size", "grou
 
 def collectives_without_details(trace: Trace) -> QualityCheck | None:
     """Collective calls that do not say what they move (rule 5 of PyTorch's trace validator)."""
-    calls = trace.events[["event"]][np.flatnonzero(vocabulary(trace).events(r"^record_param_comms$"))]
-    if not calls.height:
+    calls = np.flatnonzero(vocabulary(trace).events(r"^record_param_comms$"))
+    if not calls.size:
         return None
+    said = np.zeros((trace.events.height + 1, len(_DETAILS)), dtype=np.bool_)  # of each event, and of none
+    events = trace.collectives["event"].to_numpy()
+    details = trace.collectives.select(pl.col(list(_DETAILS)).is_not_null()).to_numpy()
+    np.logical_or.at(said, events, details)
     # what a call does not say itself, an annotation inside it may: `nccl:all_reduce`
-    inside = trace.events.select("event", call="parent").filter(pl.col("call").is_in(calls["event"].implode()))
-    of_call = pl.concat([calls.select("event", call="event"), inside.drop_nulls()])
-    details = (
-        of_call.join(trace.collectives, on="event", how="inner")
-        .group_by("call")
-        .agg(pl.col(name).is_not_null().any().alias(word) for name, word in _DETAILS.items())
-    )
-    details = calls.join(details, left_on="event", right_on="call", how="left")
-    missing = details.select(pl.col(word).fill_null(value=False).not_() for word in _DETAILS.values())
-    counts = {word: int(missing[word].sum()) for word in _DETAILS.values() if missing[word].any()}
+    np.logical_or.at(said, column(trace, "parent", -1)[events], details)
+    missing = ~said[calls]
+    lacking = dict(zip(_DETAILS.values(), missing.sum(axis=0).tolist(), strict=True))
+    counts = {word: number for word, number in lacking.items() if number}
     parts = [f"{', '.join(w for w, n in counts.items() if n == number)} in {count(number)}" for number in
              sorted(set(counts.values()), reverse=True)]  # fmt: skip
-    affected = int(missing.select(pl.any_horizontal(pl.all()).sum()).item())
+    affected = int(missing.any(axis=1).sum())
     message = (
-        f"{count(affected)} of {count(calls.height)} collective calls do not say all that they move (missing: "
+        f"{count(affected)} of {count(calls.size)} collective calls do not say all that they move (missing: "
         f"{'; '.join(parts)}; an older PyTorch, or shapes were off): bytes and bandwidth of these may be unknown"
     )
-    return QualityCheck(affected, calls.height, "info", message, slug="collectives-without-details")
+    return QualityCheck(affected, calls.size, "info", message, slug="collectives-without-details")
 
 
 def ambiguous_backward(trace: Trace) -> QualityCheck | None:

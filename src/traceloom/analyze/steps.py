@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.classify import gpu_work
+from traceloom.analyze.classify import stepped_work
 from traceloom.analyze.intervals import Spans
-from traceloom.analyze.remembered import per_trace
+from traceloom.analyze.remembered import of_each, per_trace
+from traceloom.analyze.stacked import TRACE, stacked, unstacked
 from traceloom.array_types import Ints
 from traceloom.model import Trace
 from traceloom.model.frames import as_declared, schema
@@ -87,29 +89,31 @@ def tiles(trace: Trace) -> Tiles:
 @per_trace
 def step_times(trace: Trace) -> StepTimes:
     """Durations of the steps, their spread, and the lag of the GPU behind each."""
-    work = gpu_work(trace)
+    return _of_each(trace)
+
+
+@of_each
+def _of_each(traces: Sequence[Trace]) -> Iterable[StepTimes]:
     launched = (  # in each step, whenever it ran
-        work[["launch", "end_ns"]]
-        .hstack([trace.events["step"].gather(work["event"])])
+        stepped_work(traces)[[TRACE, "launch", "end_ns", "step"]]
         .drop_nulls(["launch", "step"])
-        .group_by("step")
+        .group_by(TRACE, "step")
         .agg(last_end_ns=pl.col("end_ns").max(), launch_count=pl.col("launch").n_unique().cast(pl.Int64))
     )
     steps = (
-        trace.steps[["step", "name", "start_ns", "end_ns", "complete", "evidence"]]
-        .join(launched, on="step", how="left", maintain_order="left")
-        .select(
-            "step",
-            "name",
-            "start_ns",
+        stacked(trace.steps for trace in traces)
+        .join(launched, on=[TRACE, "step"], how="left", maintain_order="left")
+        .with_columns(
             (pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns"),
-            "complete",
             (pl.col("last_end_ns") - pl.col("end_ns")).clip(lower_bound=0).alias("lag_ns"),
             pl.col("launch_count").fill_null(0),
         )
-        .pipe(as_declared, SCHEMA)
     )
-    durations = steps.filter("complete")["duration_ns"].to_numpy()
+    return map(_spread, traces, (own.pipe(as_declared, SCHEMA) for own in unstacked(steps, traces)))
+
+
+def _spread(trace: Trace, steps: pl.DataFrame) -> StepTimes:
+    durations = steps["duration_ns"].to_numpy()[steps["complete"].to_numpy()]
     evidence = str(trace.steps["evidence"][0]) if trace.steps.height else "none"
     if not durations.size:
         return StepTimes(steps, 0, None, None, None, None, evidence)

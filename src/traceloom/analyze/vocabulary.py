@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from traceloom.analyze.remembered import per_trace
+from traceloom.analyze.remembered import of_each, per_trace
+from traceloom.analyze.stacked import stacked, unstacked
 from traceloom.model import Trace
 from traceloom.model.arrays import is_large, lookup, numbered
 from traceloom.model.letter_case import contain
@@ -22,7 +23,8 @@ class Vocabulary:
     Attributes:
         names: The distinct names.
         code: For each row of `trace.events` the index of its name; shape (events,).
-        ordered: The distinct names in the order of the alphabet, in which ranks with the same names do not differ.
+        ordered: The distinct names of all traces that are looked at together, in the order of the alphabet: a pattern
+            is matched for all of them at once.
         place: For each name its index there; shape (names,).
     """
 
@@ -53,14 +55,29 @@ class Vocabulary:
 @per_trace
 def vocabulary(trace: Trace) -> Vocabulary:
     """The distinct names of the events."""
+    names, code = _distinct(trace)
+    return Vocabulary(names, code, *_ordered(trace))
+
+
+@per_trace
+def _distinct(trace: Trace) -> tuple[pl.Series, NDArray[np.uint32]]:
+    """The distinct names, and for each event the index of its own."""
     names = trace.events["name"]
     if is_large(trace):
-        distinct, code = numbered(names)
-        return Vocabulary(distinct, code, distinct.sort(), np.argsort(distinct.arg_sort().to_numpy()))
+        return numbered(names)
     physical = names.cast(pl.Categorical).to_physical().to_numpy()  # numbers of the process, not of this trace alone
     example = np.full(int(physical.max(initial=0)) + 1, -1)
     example[physical] = np.arange(physical.size)
     used = example >= 0
     number = (np.cumsum(used) - 1).astype(np.uint32)
-    distinct = names[example[used]]
-    return Vocabulary(distinct, number[physical], distinct.sort(), np.argsort(distinct.arg_sort().to_numpy()))
+    return names[example[used]], number[physical]
+
+
+@of_each
+def _ordered(traces: Sequence[Trace]) -> Iterable[tuple[pl.Series, NDArray[np.int64]]]:
+    """The names of all the traces, and for each of one's own its place among them."""
+    rows = stacked(_distinct(trace)[0].to_frame() for trace in traces)
+    ordered = rows["name"].unique().sort()
+    index = ordered.to_frame().with_row_index("place")
+    places = rows.join(index, on="name", how="left", nulls_equal=True, maintain_order="left").drop("name")
+    return [(ordered, place["place"].cast(pl.Int64).to_numpy()) for place in unstacked(places, traces)]

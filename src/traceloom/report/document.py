@@ -14,7 +14,6 @@ from typing import Any
 import polars as pl
 
 from traceloom import __version__, analyze
-from traceloom.analyze.device_account import device_account
 from traceloom.analyze.quality_effects import affected
 from traceloom.analyze.remembered import together
 from traceloom.files import with_addresses
@@ -229,7 +228,7 @@ def rank_entry(measured: Measured, absent: Absent, *, cut: bool) -> Row:
     devices = absent.listed(gpu.devices, "ranks[*].devices")
     account = None
     if devices:
-        of_gpu = device_account(trace, gpu, measured.idle)
+        of_gpu = measured.facts.account
         account = {
             "window": of_gpu.window,
             "devices": absent.rows(of_gpu.devices, "ranks[*].gpu_account.devices"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
 import polars as pl
@@ -48,7 +49,7 @@ class Measured:
     memory: Memory
     notices: tuple[Notice, ...]
 
-    @property
+    @cached_property
     def facts(self) -> Facts:
         """What the answer is drawn from."""
         return Facts(self.trace, self.gpu, self.idle, self.host, self.operators, self.data_loading)

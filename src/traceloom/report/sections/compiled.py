@@ -68,6 +68,8 @@ class CompileSection(Section[Frames]):
     def measure(self, trace: Trace, options: ReportOptions) -> Frames:
         """Frames by part; empty ones where nothing is compiled."""
         compiled = analyze.compiled(trace)
+        if not compiled.seen:
+            return {name: pl.DataFrame(schema=part.columns) for name, part in self.parts.items()}
         host = compiled.time.group_by("part").agg(host_ns=pl.col("ns").sum())
         time = (
             host.join(compiled.device, on="part", how="full", coalesce=True)
@@ -85,7 +87,7 @@ class CompileSection(Section[Frames]):
             breaks,
         )
         return {
-            "counts": pl.DataFrame([counts] if compiled.seen else [], schema=_COUNTS, orient="row"),
+            "counts": pl.DataFrame([counts], schema=_COUNTS, orient="row"),
             "time": time.pipe(as_declared, _TIME),
             "regions": compiled.regions.sort("host_ns", descending=True).head(_MOST),
             "graphs": compiled.graphs.head(_MOST),
