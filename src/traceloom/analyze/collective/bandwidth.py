@@ -107,8 +107,8 @@ def with_peaks(calls: pl.DataFrame, traces: Sequence[Trace], peak_gb_per_s: floa
     columns = {TRACE: pl.UInt32(), "device": pl.Int32(), "on_link": pl.String(), "on_peak": pl.Float64()}
     links = pl.DataFrame(rows, schema=columns, orient="row")
     hosts = pl.DataFrame(inside, schema={"whole": pl.Boolean(), "visible": pl.Int32()}, orient="row")
-    members, visible = pl.col("members").list, pl.col("visible")
-    in_block = (visible > 1) & ((members.min() // visible) == (members.max() // visible))
+    members, size = pl.col("members").list, pl.col("visible")
+    in_block = (size > 1) & ((members.min() // size) == (members.max() // size))
     joined = calls.join(links, on=[TRACE, "device"], how="left", maintain_order="left")
     within = pl.when(pl.col("whole") | in_block.fill_null(value=False))
     linked = joined.hstack(hosts[joined[TRACE]])
