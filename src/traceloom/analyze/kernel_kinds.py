@@ -19,7 +19,7 @@ from traceloom.analyze.exclusive import SHARES, shares
 from traceloom.analyze.kind_rules import KINDS, KindOfWork, KindRule, Matcher, built_in_kind_rules
 from traceloom.analyze.per_step import per_step, whole_steps
 from traceloom.analyze.remembered import of_each, per_trace
-from traceloom.analyze.stacked import TRACE, share, stacked, unstacked
+from traceloom.analyze.stacked import TRACE, quotient, stacked, unstacked
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.array_types import Ints
 from traceloom.model import Trace
@@ -91,10 +91,11 @@ def _kernel_kinds(traces: Sequence[Trace], rules: tuple[KindRule, ...] = ()) -> 
     named = stacked(kinds(trace, rules) for trace in traces)
     work = stepped_work(traces).with_columns(named["kind"], named["rule"].alias("named"))
     kind_shares = shares(traces, work, "kind", PRIORITY)
+    sum_ns = pl.col("sum_ns")
     by_rule = (
         work.group_by(TRACE, "kind", rule="named")
         .agg(pl.len().alias("count"), pl.col("ns").sum().alias("sum_ns"))
-        .with_columns(share("sum_ns"))
+        .with_columns(quotient(sum_ns, sum_ns.sum().over(TRACE)).fill_nan(None).alias("fraction"))
         .sort(TRACE, "sum_ns", "kind", "rule", descending=[False, True, False, False])
     )
     steps = stacked(map(whole_steps, traces))

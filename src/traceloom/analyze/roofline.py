@@ -15,7 +15,7 @@ from traceloom.analyze.graph_capture import of_rank
 from traceloom.analyze.peaks import Peak, peak_of
 from traceloom.analyze.placed import BoundType, PlacedCalls, placed
 from traceloom.analyze.remembered import made_from, of_each
-from traceloom.analyze.stacked import TRACE, of_events, stacked, unstacked
+from traceloom.analyze.stacked import TRACE, of_events, quotient, stacked, unstacked
 from traceloom.analyze.utilisation import utilisation
 from traceloom.model import Session, Trace
 from traceloom.model.frames import as_declared, schema
@@ -216,7 +216,7 @@ def _operators(traces: Sequence[Trace], placements: Sequence[PlacedCalls]) -> pl
     return (
         sums.hstack([on_gpu[sums[TRACE]]])
         .with_columns(
-            fraction=time * (1.0 / whole),
+            fraction=quotient(time, whole),
             intensity=pl.when(pl.col("bytes") > 0).then(pl.col("flops") / pl.col("bytes")),
             flop_rate=pl.when(timed).then(pl.col("flops") / time * 1e9),
             byte_rate=pl.when(timed).then(pl.col("bytes") / time * 1e9),

@@ -45,6 +45,9 @@ def of_events(traces: Sequence[Trace], rows: pl.DataFrame, by: str, name: str) -
     return gathered([trace.events[name] for trace in traces], rows, by)
 
 
-def share(name: str) -> pl.Expr:
-    """What part of its trace's sum of a column each row has; null where that is 0."""
-    return (pl.col(name) * (1.0 / pl.col(name).sum().over(TRACE))).fill_nan(None).alias("fraction")
+def quotient(value: pl.Expr, by: pl.Expr) -> pl.Expr:
+    """A column divided by what is one number in each trace, with the digits of the rows of that trace alone.
+
+    Polars multiplies a column with the reciprocal of a number, but divides a single row by it.
+    """
+    return pl.when(pl.len().over(TRACE) == 1).then(value / by).otherwise(value * (1.0 / by))
