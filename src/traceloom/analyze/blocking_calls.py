@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,8 +18,9 @@ from traceloom.analyze.frames import RECORDER, is_users
 from traceloom.analyze.intervals import Spans, coverage, union
 from traceloom.analyze.per_step import per_step, whole_steps
 from traceloom.analyze.phases import BLOCKING_CALL, meaning
-from traceloom.analyze.remembered import per_trace
+from traceloom.analyze.remembered import of_each, per_trace
 from traceloom.analyze.splitting import NO_STEP
+from traceloom.analyze.stacked import TRACE, of_events, stacked, unstacked
 from traceloom.array_types import Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
@@ -96,53 +98,22 @@ def blocking_calls(trace: Trace) -> BlockingCalls:
     Which calls wait is decided in `phases.meaning` (docs/concepts/host-time.md); that the main thread waits for
     autograd's threads (`run_backward`) is no such call.
     """
-    tree = forest(trace)
-    work = gpu_work(trace)
-    busy = union(work["start_ns"].to_numpy(), work["end_ns"].to_numpy())  # on any device
-    waits = meaning(trace).activity == BLOCKING_CALL
-    folded = call_tree(trace)
-    waits &= ~folded.names.str.contains(r"^<built-in method run_backward").to_numpy()[folded.name_of]
-    rows = np.flatnonzero(tree.topmost(waits))
-    rows = rows[np.argsort(tree.row[rows], kind="stable")]
-    if rows.size:
-        # Kind, call, op path, frame and stack of each call, worked out once per distinct path
-        row = tree.row[rows]
-        used, path_index = np.unique(folded.node[rows], return_inverse=True)
-        by_path = []
-        for path in folded.paths(used):  # from the thread down
-            names = [str(folded.names[int(folded.label[at])]) for at in path[1:]]
-            above = [(name, NODE_KINDS[int(folded.kind[at])]) for name, at in zip(names[:-1], path[1:-1], strict=True)]
-            ops = [name for name, kind in above if kind == "op"]
-            frames = [name for name, kind in above if kind == "python" and is_users(name)]
-            by_op = next((kind for kind, pattern in _BY_OP if any(pattern.search(op) for op in ops)), None)
-            stack = "\n".join(frames[-_DEEPEST_STACK:]) or None
-            by_path.append((by_op, names[-1], " > ".join(ops) or None, frames[-1] if frames else None, stack))
-        paths = pl.DataFrame(
-            by_path, schema=dict.fromkeys(("by_op", "call", "op", "frame", "stack"), pl.String()), orient="row"
-        )[pl.Series(path_index, dtype=pl.UInt32)]
-        copied = _copies(trace, row)
-        kind_of = {
-            call: next((kind for kind, pattern in _BY_CALL if pattern.search(call)), "other")
-            for call in paths["call"].unique()
-        }
-        by_call = paths["call"].replace_strict(kind_of, return_dtype=pl.String)
-        python = pl.Series(column(trace, "category")[row] == cat.CATEGORIES.index(cat.PYTHON))
-        kind = (
-            pl.when(python)
-            .then(pl.lit("python"))
-            .when(pl.Series(starting_calls(trace)[row]))
-            .then(pl.lit("module_load"))
-            .when((by_call == "allocation") | (by_call == "module_load"))
-            .then(by_call)
-            .otherwise(pl.coalesce(paths["by_op"], copied["way"], by_call))
-        )
-        named = paths.drop("by_op").with_columns(kind.alias("kind"), copied["pageable"])
-        users = ~named["frame"].str.contains(RECORDER).fill_null(value=False)
-        rows, named = rows[users.to_numpy()], named.filter(users)
-    if not rows.size:
-        return BlockingCalls(SITES.to_frame(), CALLS.to_frame(), 0, 0 if busy.start.size else None)
-    calls = pl.concat([_calls(trace, busy, rows), named], how="horizontal")
-    keys = ["kind", "call", "op", "frame", "stack", "lane"]
+    return _of_each(trace)
+
+
+@of_each
+def _of_each(traces: Sequence[Trace]) -> Iterable[BlockingCalls]:
+    all_busy = []  # when any device of each trace works
+    for trace in traces:
+        work = gpu_work(trace)
+        all_busy.append(union(work["start_ns"].to_numpy(), work["end_ns"].to_numpy()))
+    calls = stacked(map(_calls, traces, all_busy))
+    if not calls.height:
+        for busy in all_busy:
+            yield BlockingCalls(SITES.to_frame(), CALLS.to_frame(), 0, 0 if busy.start.size else None)
+        return
+    calls = calls.hstack(_kinds(traces, calls))
+    keys = [TRACE, "kind", "call", "op", "frame", "stack", "lane"]
     summed = (
         calls.group_by(keys, maintain_order=True)
         .agg(
@@ -151,49 +122,109 @@ def blocking_calls(trace: Trace) -> BlockingCalls:
             pl.col("blocked_ns").max().alias("max_ns"),
             *(pl.when(pl.col(name).is_not_null().any()).then(pl.col(name).sum()) for name in _TIMES),
         )
-        .sort([pl.col("kind") == "python", pl.col("blocked_ns")], descending=[False, True], maintain_order=True)
-        .with_row_index("site")
+        .sort([pl.col(TRACE), pl.col("kind") == "python", pl.col("blocked_ns")],
+              descending=[False, False, True], maintain_order=True)
+        .with_columns(site=pl.int_range(pl.len(), dtype=pl.UInt32).over(TRACE))
+    )  # fmt: skip
+    calls = calls.join(summed[[*keys, "site"]], on=keys, how="left", nulls_equal=True, maintain_order="left")
+    spread = per_step(calls, [TRACE, "site"], ["blocked_ns"], stacked(map(whole_steps, traces)))
+    sites = summed.join(spread, on=[TRACE, "site"], how="left", maintain_order="left")
+    for of_sites, of_calls, busy in zip(unstacked(sites, traces), unstacked(calls, traces), all_busy, strict=True):
+        idle = None
+        if busy.start.size:
+            idle = int(of_calls["idle_after_ns"].sum())
+        yield BlockingCalls(
+            of_sites.pipe(as_declared, SITES),
+            of_calls.pipe(as_declared, CALLS),
+            int(of_calls["blocked_ns"].sum()),
+            idle,
+        )
+
+
+def _kinds(traces: Sequence[Trace], calls: pl.DataFrame) -> pl.DataFrame:
+    """What kind of wait each call is (`KINDS`), and whether it copies from or to pageable memory: kind, pageable."""
+    copied = _copies(traces, calls)
+    kind_of = {
+        call: next((kind for kind, pattern in _BY_CALL if pattern.search(call)), "other")
+        for call in calls["call"].unique()
+    }
+    by_call = calls["call"].replace_strict(kind_of, return_dtype=pl.String)
+    kind = (
+        pl.when("python")
+        .then(pl.lit("python"))
+        .when("starting")
+        .then(pl.lit("module_load"))
+        .when((by_call == "allocation") | (by_call == "module_load"))
+        .then(by_call)
+        .otherwise(pl.coalesce("by_op", copied["way"], by_call))
     )
-    calls = calls.join(summed.select(*keys, "site"), on=keys, how="left", nulls_equal=True, maintain_order="left")
-    calls = calls.cast({"step": pl.Int32})
-    spread = per_step(calls, ["site"], ["blocked_ns"], whole_steps(trace))
-    sites = summed.join(spread, on="site", how="left", maintain_order="left").pipe(as_declared, SITES)
-    calls = calls.pipe(as_declared, CALLS)
-    idle = None if calls["idle_after_ns"].null_count() == calls.height else int(calls["idle_after_ns"].sum())
-    return BlockingCalls(sites, calls, int(calls["blocked_ns"].sum()), idle)
+    return calls.select(kind.alias("kind"), copied["pageable"])
 
 
-def _calls(trace: Trace, busy: Spans, rows: Ints) -> pl.DataFrame:
-    """Times of each call, and what the GPU did; rows are positions in the forest, in time order."""
+def _calls(trace: Trace, busy: Spans) -> pl.DataFrame:
+    """Calls of the program that wait, in time order: who asks, when, and what the GPU did.
+
+    Args:
+        trace: The trace.
+        busy: When its GPUs work.
+
+    Returns:
+        Columns event, lane, step, start_ns, `_TIMES`, python and starting (what the call is), by_op (the kind of wait
+        by the operators around it), call, op, frame and stack as in `SITES`.
+    """
     tree = forest(trace)
+    waits = meaning(trace).activity == BLOCKING_CALL
+    folded = call_tree(trace)
+    waits &= ~folded.names.str.contains(r"^<built-in method run_backward").to_numpy()[folded.name_of]
+    rows = np.flatnonzero(tree.topmost(waits))
+    rows = rows[np.argsort(tree.row[rows], kind="stable")]
+    # Kind, call, op path, frame and stack of each call, worked out once per distinct path
+    used, path_index = np.unique(folded.node[rows], return_inverse=True)
+    by_path, of_program = [], []
+    for path in folded.paths(used) if used.size else ():  # from the thread down
+        names = [str(folded.names[int(folded.label[at])]) for at in path[1:]]
+        above = [(name, NODE_KINDS[int(folded.kind[at])]) for name, at in zip(names[:-1], path[1:-1], strict=True)]
+        ops = [name for name, kind in above if kind == "op"]
+        frames = [name for name, kind in above if kind == "python" and is_users(name)]
+        by_op = next((kind for kind, pattern in _BY_OP if any(pattern.search(op) for op in ops)), None)
+        stack = "\n".join(frames[-_DEEPEST_STACK:]) or None
+        by_path.append((by_op, names[-1], " > ".join(ops) or None, frames[-1] if frames else None, stack))
+        of_program.append(not frames or re.search(RECORDER, frames[-1]) is None)
+    kept = np.array(of_program, dtype=np.bool_)[path_index]
+    rows, path_index = rows[kept], path_index[kept]
+    paths = pl.DataFrame(
+        by_path, schema=dict.fromkeys(("by_op", "call", "op", "frame", "stack"), pl.String()), orient="row"
+    )
+    row = tree.row[rows]
     start, end, lane = tree.start_ns[rows], tree.end_ns[rows], tree.lane[rows]
-    frame = pl.DataFrame(
+    times: dict[str, Ints | pl.Series] = {"blocked_ns": end - start}
+    if busy.start.size and rows.size:
+        covered = coverage(busy, start, end)
+        order = np.lexsort((start, lane))
+        same = lane[order][1:] == lane[order][:-1]
+        next_call = np.full(lane.size, np.iinfo(np.int64).max)
+        next_call[order[:-1][same]] = start[order][1:][same]
+        after = np.searchsorted(busy.end, end, side="right")  # the first stretch of GPU work that ends later
+        next_work = np.append(busy.start, end.max())[after]
+        idle = np.maximum(np.minimum(next_work, next_call) - end, 0)
+        idle_after = np.where(after == busy.start.size, 0, idle)
+        times |= {"gpu_busy_ns": covered, "gpu_idle_ns": end - start - covered, "idle_after_ns": idle_after}
+    else:
+        times |= dict.fromkeys(_TIMES[1:], pl.Series([None], dtype=pl.Int64).new_from_index(0, rows.size))
+    return pl.DataFrame(
         {
-            "event": tree.row[rows],
+            "event": row,
             "lane": lane,
-            "step": nullable(column(trace, "step", int(NO_STEP))[tree.row[rows]], absent=int(NO_STEP)),
+            "step": nullable(column(trace, "step", int(NO_STEP))[row], pl.Int32, int(NO_STEP)),
             "start_ns": start,
-            "blocked_ns": end - start,
+            **times,
+            "python": column(trace, "category")[row] == cat.CATEGORIES.index(cat.PYTHON),
+            "starting": starting_calls(trace)[row],
         }
-    )
-    if not busy.start.size:
-        return frame.with_columns(pl.lit(None, pl.Int64).alias(name) for name in _TIMES[1:])
-    covered = coverage(busy, start, end)
-    order = np.lexsort((start, lane))
-    same = lane[order][1:] == lane[order][:-1]
-    next_call = np.full(lane.size, np.iinfo(np.int64).max)
-    next_call[order[:-1][same]] = start[order][1:][same]
-    after = np.searchsorted(busy.end, end, side="right")  # the first stretch of GPU work that ends later
-    next_work = np.append(busy.start, end.max())[after]
-    idle = np.maximum(np.minimum(next_work, next_call) - end, 0)
-    return frame.with_columns(
-        gpu_busy_ns=pl.Series(covered),
-        gpu_idle_ns=pl.Series(end - start - covered),
-        idle_after_ns=pl.Series(np.where(after == busy.start.size, 0, idle)),
-    )
+    ).hstack(paths[pl.Series(path_index, dtype=pl.UInt32)])
 
 
-def _copies(trace: Trace, row: Ints) -> pl.DataFrame:
+def _copies(traces: Sequence[Trace], calls: pl.DataFrame) -> pl.DataFrame:
     """Direction of the copy, and whether it is pageable, for calls that submit one or wait under the same operator.
 
     A copy that is not to block is submitted and then waited for in one operator (`aten::copy_`), which has both calls.
@@ -202,15 +233,24 @@ def _copies(trace: Trace, row: Ints) -> pl.DataFrame:
     pageable = pl.any_horizontal(
         (pl.col(side) == "pageable").fill_null(False) for side in ("source_memory", "target_memory")
     )
-    submitted = (
-        trace.copies.join(trace.events[["event", "launch", "op"]], on="event")
-        .drop_nulls("launch")
-        .select("launch", "op", way=pl.col("kind").replace_strict(to, default=None), pageable=pageable)
+    copies = stacked(trace.copies for trace in traces)
+    submitted = copies.select(
+        TRACE,
+        of_events(traces, copies, "event", "launch"),
+        of_events(traces, copies, "event", "op"),
+        way=pl.col("kind").replace_strict(to, default=None),
+        pageable=pageable,
+    ).drop_nulls("launch")
+    rows = calls[[TRACE, "event"]].with_columns(of_events(traces, calls, "event", "op"))
+    own = rows.join(
+        submitted.unique([TRACE, "launch"]),
+        left_on=[TRACE, "event"],
+        right_on=[TRACE, "launch"],
+        how="left",
+        maintain_order="left",
     )
-    calls = trace.events[["event", "op"]][pl.Series(row, dtype=pl.UInt32)]
-    own = calls.join(submitted.unique("launch"), left_on="event", right_on="launch", how="left", maintain_order="left")
-    by_op = submitted.drop("launch").drop_nulls("op").unique("op", keep="last")
-    beside = calls.join(by_op, on="op", how="left", maintain_order="left")
+    by_op = submitted.drop("launch").drop_nulls("op").unique([TRACE, "op"], keep="last")
+    beside = rows.join(by_op, on=[TRACE, "op"], how="left", maintain_order="left")
     return pl.DataFrame(
         {
             "way": own.select(pl.coalesce("way", beside["way"])).to_series(),

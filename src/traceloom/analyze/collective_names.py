@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import polars as pl
 
+from traceloom.analyze.stacked import TRACE, of_events, stacked
 from traceloom.link.communication import whole_list
 from traceloom.model import Trace
 from traceloom.model.category import ANNOTATION, COLLECTIVE
@@ -59,8 +61,8 @@ def kinds_of_kernels(kernel_names: tuple[str, ...]) -> pl.DataFrame:
     return pl.DataFrame({"name": kernel_names}, schema={"name": pl.String}).with_columns(kind.alias("kind"))
 
 
-def described(trace: Trace) -> pl.DataFrame:
-    """What the file says of each collective: event, kind, group, group_size, members, sequence, element_type,
+def described(traces: Sequence[Trace]) -> pl.DataFrame:
+    """What the files say of each collective: trace, event, kind, group, group_size, members, sequence, element_type,
     in_bytes, out_bytes, peer, in_splits, out_splits, bytes.
 
     `members` (global ranks) is null where the file cuts the list. `bytes` is the larger of what goes in and what comes
@@ -69,40 +71,49 @@ def described(trace: Trace) -> pl.DataFrame:
     incoming, outgoing = pl.col("in_bytes"), pl.col("out_bytes")
     alone = pl.when(~pl.col("kind").is_in(_SIZE_UNSEEN)).then(incoming)
     larger = pl.when(incoming.is_not_null() & outgoing.is_not_null()).then(pl.max_horizontal(incoming, outgoing))
-    return trace.collectives.select(
-        "event",
-        "kind",
-        "group",
-        "group_size",
-        whole_list("ranks", pl.Int32).alias("members"),
-        "sequence",
-        pl.col("element_type").str.strip_prefix("c10::").replace(_TYPES),
-        "in_bytes",
-        "out_bytes",
-        "peer",
-        whole_list("in_splits", pl.Int64),
-        whole_list("out_splits", pl.Int64),
-        pl.coalesce(larger, outgoing, alone).alias("bytes"),
-    ).unique("event", keep="first", maintain_order=True)
+    return (
+        stacked(trace.collectives for trace in traces)
+        .select(
+            TRACE,
+            "event",
+            "kind",
+            "group",
+            "group_size",
+            whole_list("ranks", pl.Int32).alias("members"),
+            "sequence",
+            pl.col("element_type").str.strip_prefix("c10::").replace(_TYPES),
+            "in_bytes",
+            "out_bytes",
+            "peer",
+            whole_list("in_splits", pl.Int64),
+            whole_list("out_splits", pl.Int64),
+            pl.coalesce(larger, outgoing, alone).alias("bytes"),
+        )
+        .unique([TRACE, "event"], keep="first", maintain_order=True)
+    )
 
 
-def host_calls(trace: Trace, arguments: pl.DataFrame) -> pl.DataFrame:
+def host_calls(traces: Sequence[Trace], arguments: pl.DataFrame) -> pl.DataFrame:
     """Calls of communication back ends on host threads (`gloo:all_reduce`), the outermost of nested ones.
 
     Args:
-        trace: One process's trace.
+        traces: Traces.
         arguments: Of `described`.
 
     Returns:
         The columns of `arguments` (what the call itself does not say comes from the op around it), start_ns, end_ns.
     """
-    spans = trace.events[["category", "parent", "start_ns", "duration_ns"]][arguments["event"]]
-    own = arguments.hstack(spans.get_columns()).filter(pl.col("category").is_in([ANNOTATION, COLLECTIVE]))
-    own = own.filter(~pl.col("parent").is_in(own["event"].implode()) | pl.col("parent").is_null())
-    above = own[["parent"]].join(arguments, left_on="parent", right_on="event", how="left", maintain_order="left")
-    fields = [name for name in arguments.columns if name != "event"]
+    spans = [of_events(traces, arguments, "event", name) for name in ("category", "parent", "start_ns", "duration_ns")]
+    own = arguments.hstack(spans).filter(pl.col("category").is_in([ANNOTATION, COLLECTIVE]))
+    outer = own.select(TRACE, parent="event")
+    own = own.join(outer, on=[TRACE, "parent"], how="anti", maintain_order="left")
+    keys = [TRACE, "event"]
+    above = own[[TRACE, "parent"]].join(
+        arguments, left_on=[TRACE, "parent"], right_on=keys, how="left", maintain_order="left"
+    )
+    fields = [name for name in arguments.columns if name not in keys]
     return own.select(
-        "event",
+        *keys,
         *(pl.coalesce(pl.col(name), above[name]).alias(name) for name in fields),
         "start_ns",
         (pl.col("start_ns") + pl.col("duration_ns").clip(lower_bound=0)).alias("end_ns"),

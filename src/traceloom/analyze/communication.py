@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import polars as pl
@@ -11,6 +11,8 @@ from traceloom.analyze.classify import Rule, gpu_work
 from traceloom.analyze.collective.calls import WhereType, communication_calls
 from traceloom.analyze.intervals import EMPTY, Spans, difference, union
 from traceloom.analyze.per_step import durations
+from traceloom.analyze.remembered import of_each
+from traceloom.analyze.stacked import TRACE, stacked, unstacked
 from traceloom.model import Trace
 from traceloom.model.frames import as_declared, schema
 from traceloom.model.result import Result
@@ -46,39 +48,49 @@ class Communication(Result):
 def communication(trace: Trace, rules: Iterable[Rule] = ()) -> Communication:
     """Add up communication kernels, and collectives that run on the host, by what they did."""
     rules = tuple(rules)
-    work = gpu_work(trace, rules)
-    calls = communication_calls(trace, rules)
+    return next(iter(_communication([trace], rules))) if rules else _without_rules(trace)
+
+
+def _communication(traces: Sequence[Trace], rules: tuple[Rule, ...] = ()) -> Iterable[Communication]:
+    calls = stacked(communication_calls(trace, rules) for trace in traces)
     if not calls.height:
-        return Communication(COLLECTIVE_SCHEMA.to_frame(), DEVICE_SCHEMA.to_frame())
-    computing = work.filter(pl.col("category") == "compute")[["device", "start_ns", "end_ns"]]
-    compute = {part["device"][0]: _spans(part) for part in computing.partition_by("device")}
+        return [Communication(COLLECTIVE_SCHEMA.to_frame(), DEVICE_SCHEMA.to_frame()) for _ in traces]
+    work = stacked(gpu_work(trace, rules) for trace in traces)
+    computing = work.filter(pl.col("category") == "compute")[[TRACE, "device", "start_ns", "end_ns"]]
+    by_device = computing.partition_by(TRACE, "device", as_dict=True)
+    compute = {device: _spans(part) for device, part in by_device.items()}
     kernels = calls.filter(pl.col("where") == "device")
-    keys = ["where", "kind", "group", "group_size", "element_type"]
+    keys = [TRACE, "where", "kind", "group", "group_size", "element_type"]
     exposed = []
     for part in kernels.partition_by(*keys, "device"):
         *key, device = part[[*keys, "device"]].row(0)
-        exposed.append((*key, difference(_spans(part), compute.get(device, EMPTY)).total))
-    schema = {name: COLLECTIVE_SCHEMA[name] for name in (*keys, "exposed_ns")}
-    over_devices = pl.DataFrame(exposed, schema=schema, orient="row").group_by(keys).agg(pl.col("exposed_ns").sum())
-    devices = []
-    for part in kernels.partition_by("device"):
-        device = part["device"][0]
+        exposed.append((*key, difference(_spans(part), compute.get((key[0], device), EMPTY)).total))
+    types = {TRACE: pl.UInt32(), **{name: COLLECTIVE_SCHEMA[name] for name in (*keys[1:], "exposed_ns")}}
+    over_devices = pl.DataFrame(exposed, schema=types, orient="row").group_by(keys).agg(pl.col("exposed_ns").sum())
+    rows = []
+    for part in kernels.partition_by(TRACE, "device"):
+        number, device = part[[TRACE, "device"]].row(0)
         spans, total = _spans(part), int((part["end_ns"] - part["start_ns"]).sum())
-        devices.append((device, part.height, total, spans.total, difference(spans, compute.get(device, EMPTY)).total))
+        alone = difference(spans, compute.get((number, device), EMPTY))
+        rows.append((number, device, part.height, total, spans.total, alone.total))
+    devices = pl.DataFrame(rows, schema={TRACE: pl.UInt32(), **DEVICE_SCHEMA}, orient="row").sort(TRACE, "device")
     size = pl.col("bytes")
-    described = trace.groups.select("group", group_description="description")
+    described = stacked(trace.groups.select("group", group_description="description") for trace in traces)
     collectives = (
         calls.group_by(keys)
         .agg(
             *durations(pl.col("end_ns") - pl.col("start_ns")),
             pl.when(size.is_not_null().all()).then(size.sum()).alias("bytes"),
         )
-        .join(described.unique("group", keep="first"), on="group", how="left")
+        .join(described.unique([TRACE, "group"], keep="first"), on=[TRACE, "group"], how="left")
         .join(over_devices, on=keys, how="left", nulls_equal=True)
-        .pipe(as_declared, COLLECTIVE_SCHEMA)
-        .sort("total_ns", *KEYS, descending=[True] + [False] * len(KEYS), nulls_last=True)
+        .pipe(as_declared, {TRACE: pl.UInt32(), **COLLECTIVE_SCHEMA})
+        .sort(TRACE, "total_ns", *KEYS, descending=[False, True] + [False] * len(KEYS), nulls_last=True)
     )
-    return Communication(collectives, pl.DataFrame(devices, schema=DEVICE_SCHEMA, orient="row").sort("device"))
+    return map(Communication, unstacked(collectives, traces), unstacked(devices, traces))
+
+
+_without_rules = of_each(_communication)
 
 
 def _spans(part: pl.DataFrame) -> Spans:

@@ -9,6 +9,7 @@ import polars as pl
 from msgspec import Struct
 
 from traceloom.analyze.intervals import EMPTY, coverage, merge, summed_coverage, union
+from traceloom.analyze.stacked import TRACE
 from traceloom.analyze.steps import Tiles, tiles
 from traceloom.array_types import Ints
 from traceloom.model import Trace
@@ -17,7 +18,7 @@ SHARES = ("count", "sum_ns", "exclusive_ns")
 
 
 class Shares(Struct, frozen=True):
-    """The time of devices, shared among parts.
+    """The time of devices, shared among parts; all frames begin with `trace` (see `stacked`).
 
     Attributes:
         devices: device, window_ns (first start to last end), busy_ns, idle_ns, sum_ns, count.
@@ -31,43 +32,47 @@ class Shares(Struct, frozen=True):
     steps: pl.DataFrame
 
 
-def shares(trace: Trace, work: pl.DataFrame, key: str, priority: Sequence[str]) -> Shares:
+def shares(traces: Sequence[Trace], work: pl.DataFrame, key: str, priority: Sequence[str]) -> Shares:
     """Share the time of each device.
 
     Args:
-        trace: For its steps.
-        work: GPU work with device, start_ns, end_ns and the Enum column `key`.
+        traces: For their steps.
+        work: GPU work of all of them (`stacked`) with trace, device, start_ns, end_ns and the Enum column `key`.
         key: The column that names the part.
         priority: All values of the key; a nanosecond in which several run belongs to the first of them.
     """
-    cut = tiles(trace)
+    cuts = [tiles(trace) for trace in traces]
     label = work.schema[key]
     assert isinstance(label, pl.Enum)
     names = label.categories.to_list()
     order = [names.index(name) for name in priority]
-    step_numbers = [*trace.steps["step"].to_list(), None]  # the last of tiles outside all steps, whose row is -1
+    # the last of tiles outside all steps, whose row is -1
+    step_numbers = [[*trace.steps["step"].to_list(), None] for trace in traces]
     fields = dict.fromkeys(SHARES, pl.Int64())
     devices, parts = [], []
-    steps = [pl.DataFrame(schema={"device": pl.Int32(), "step": pl.Int32(), key: label, **fields})]
-    rows = work[["device", "start_ns", "end_ns", key]].sort("device", maintain_order=True)
-    for part in rows.partition_by("device", maintain_order=True):
-        device = part["device"][0]
+    of_device = {TRACE: pl.UInt32(), "device": pl.Int32()}
+    steps = [pl.DataFrame(schema={**of_device, "step": pl.Int32(), key: label, **fields})]
+    rows = work[[*of_device, "start_ns", "end_ns", key]].sort(TRACE, "device", maintain_order=True)
+    for part in rows.partition_by(TRACE, "device", maintain_order=True):
+        number, device = part[TRACE][0], part["device"][0]
+        cut, numbers = cuts[number], step_numbers[number]
         start, end = part["start_ns"].to_numpy(), part["end_ns"].to_numpy()
         values = _measure(start, end, part[key].to_physical().to_numpy(), cut, order)
         count, total, alone = values.sum(axis=2).tolist()
         window, busy, whole = int(end.max() - start.min()), sum(alone), sum(total)
-        devices.append((device, window, busy, window - busy, whole, part.height))
+        devices.append((number, device, window, busy, window - busy, whole, part.height))
         for index, name in enumerate(names):
             fraction = total[index] / whole if whole else None
-            parts.append((device, name, count[index], total[index], alone[index], fraction))
-        by_step = np.zeros((len(step_numbers), len(names), len(SHARES)), dtype=np.int64)
+            parts.append((number, device, name, count[index], total[index], alone[index], fraction))
+        by_step = np.zeros((len(numbers), len(names), len(SHARES)), dtype=np.int64)
         np.add.at(by_step, cut.row, values.transpose(2, 1, 0))
         step, part_number = np.nonzero(by_step.any(axis=2))
         steps.append(
             pl.DataFrame(
                 {
+                    TRACE: [number] * step.size,
                     "device": [device] * step.size,
-                    "step": [step_numbers[row] for row in step.tolist()],
+                    "step": [numbers[row] for row in step.tolist()],
                     key: [names[number] for number in part_number.tolist()],
                     **dict(zip(SHARES, by_step[step, part_number].T, strict=True)),
                 },
@@ -75,9 +80,9 @@ def shares(trace: Trace, work: pl.DataFrame, key: str, priority: Sequence[str]) 
             )
         )
     by_device = dict.fromkeys(("window_ns", "busy_ns", "idle_ns", "sum_ns", "count"), pl.Int64())
-    part_schema = {"device": pl.Int32(), key: label, **fields, "fraction": pl.Float64()}
+    part_schema = {**of_device, key: label, **fields, "fraction": pl.Float64()}
     return Shares(
-        pl.DataFrame(devices, schema={"device": pl.Int32(), **by_device}, orient="row"),
+        pl.DataFrame(devices, schema={**of_device, **by_device}, orient="row"),
         pl.DataFrame(parts, schema=part_schema, orient="row"),
         pl.concat(steps),
     )

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import polars as pl
 
-from traceloom.analyze.classify import gpu_work
+from traceloom.analyze.classify import stepped_work
 from traceloom.analyze.exclusive import SHARES, shares
 from traceloom.analyze.kernel_kinds import kinds
 from traceloom.analyze.kind_rules import KindOfWork
 from traceloom.analyze.per_step import per_step, whole_steps
+from traceloom.analyze.remembered import of_each
 from traceloom.analyze.roofline import Given, modelled
+from traceloom.analyze.stacked import TRACE, stacked, unstacked
 from traceloom.model import Trace
 from traceloom.model.frames import as_declared, schema
 from traceloom.model.result import Result
@@ -60,39 +63,57 @@ def kernel_bounds(trace: Trace, peak: Given = None, capture: Trace | None = None
         peak: The device's peak where the trace does not name a known one, as for `roofline`.
         capture: The recording of the capture of its graphs, as for `roofline`.
     """
-    work = bounds(trace, peak, capture)
-    bound_shares = shares(trace, work, "bound", BOUNDS)
+    if peak is None and capture is None:
+        return _by_names(trace)
+    return next(iter(_kernel_bounds([trace], peak, capture)))
+
+
+def _kernel_bounds(traces: Sequence[Trace], peak: Given = None, capture: Trace | None = None) -> Iterable[KernelBounds]:
+    work = _bounds(traces, peak, capture)
+    bound_shares = shares(traces, work, "bound", BOUNDS)
     by_kind = (
-        work.group_by("kind", "bound")
+        work.group_by(TRACE, "kind", "bound")
         .agg(
             pl.len().alias("count"),
             pl.col("ns").sum().alias("sum_ns"),
             pl.when(pl.col("roofline_ns").is_not_null().all()).then(pl.col("roofline_ns").sum()).alias("roofline_ns"),
         )
-        .sort("kind", "bound")
-        .pipe(as_declared, KIND_SCHEMA)
+        .sort(TRACE, "kind", "bound")
     )
-    whole = int(work["ns"].sum())
-    known_ns = int(work.filter(pl.col("bound") != "unknown")["ns"].sum())
-    return KernelBounds(
-        bound_shares.parts.pipe(as_declared, BOUND_SCHEMA),
-        by_kind,
-        per_step(bound_shares.steps, ["device", "bound"], list(SHARES), whole_steps(trace)),
-        known_ns / whole if whole else None,
-    )
+    steps = stacked(map(whole_steps, traces))
+    spread = per_step(bound_shares.steps, [TRACE, "device", "bound"], list(SHARES), steps)
+    for parts, of_kinds, usual in zip(
+        *(unstacked(frame, traces) for frame in (bound_shares.parts, by_kind, spread)), strict=True
+    ):
+        whole = int(of_kinds["sum_ns"].sum())
+        known_ns = int(of_kinds.filter(pl.col("bound") != "unknown")["sum_ns"].sum())
+        yield KernelBounds(
+            parts.pipe(as_declared, BOUND_SCHEMA),
+            of_kinds.pipe(as_declared, KIND_SCHEMA),
+            usual,
+            known_ns / whole if whole else None,
+        )
+
+
+_by_names = of_each(_kernel_bounds)
 
 
 def bounds(trace: Trace, peak: Given = None, capture: Trace | None = None) -> pl.DataFrame:
     """The bound of every piece of GPU work: event, device, start_ns, end_ns, ns, kind, roofline_ns, bound."""
-    work = gpu_work(trace).select("event", "device", "start_ns", "end_ns", ns=pl.col("end_ns") - pl.col("start_ns"))
-    model = modelled(trace, peak, capture).select("event", "roofline_ns", modelled=pl.col("bound").cast(pl.String))
+    return _bounds([trace], peak, capture).drop(TRACE)
+
+
+def _bounds(traces: Sequence[Trace], peak: Given, capture: Trace | None) -> pl.DataFrame:
+    columns = (TRACE, "event", "device", "start_ns", "end_ns", "ns")
+    work = stepped_work(traces)[columns].hstack([stacked(map(kinds, traces))["kind"]])
+    models = stacked(modelled(trace, peak, capture) for trace in traces)
+    model = models.select(TRACE, "event", "roofline_ns", modelled=pl.col("bound").cast(pl.String))
     ceiling = pl.col("roofline_ns")
     ns = pl.col("ns")
     latency = ((ns < SHORT_NS) & (ceiling < FAR * ns)) | (ceiling < VERY_FAR * ns)
     bound = pl.when(ceiling.is_null() | pl.col("modelled").is_null()).then(pl.lit("unknown"))
     return (
-        work.with_columns(kinds(trace)["kind"])
-        .join(model, on="event", how="left", maintain_order="left")
+        work.join(model, on=[TRACE, "event"], how="left", maintain_order="left")
         .with_columns(bound.when(latency).then(pl.lit("latency")).otherwise("modelled").cast(BoundType).alias("bound"))
         .drop("modelled")
     )

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.classify import gpu_work
+from traceloom.analyze.classify import stepped_work
 from traceloom.analyze.kernel_kinds import kinds
 from traceloom.analyze.kind_rules import KindOfWork
 from traceloom.analyze.matrix_units import STATES, StateType, matrix_units
+from traceloom.analyze.remembered import of_each
+from traceloom.analyze.stacked import TRACE, stacked, unstacked
 from traceloom.analyze.steps import tiles
 from traceloom.array_types import Floats, Ints
 from traceloom.model import Trace
@@ -57,34 +60,47 @@ class KernelEfficiency(Result):
 
 def kernel_efficiency(trace: Trace) -> KernelEfficiency:
     """Measure how kernels fill the GPU."""
-    work = gpu_work(trace)
-    work = work.with_columns(ns=pl.col("end_ns") - pl.col("start_ns"), told=kinds(trace)["kind"])
+    return _of_each(trace)
+
+
+@of_each
+def _of_each(traces: Sequence[Trace]) -> Iterable[KernelEfficiency]:
+    work = stepped_work(traces).with_columns(told=stacked(map(kinds, traces))["kind"])
     runs = work.filter(pl.col("kind") == "kernel")
-    runs = runs.join(trace.kernels, on="event", how="left", maintain_order="left").with_columns(
+    filled = stacked(trace.kernels for trace in traces)
+    runs = runs.join(filled, on=[TRACE, "event"], how="left", maintain_order="left").with_columns(
         pl.when(~_FAILED).then(pl.col("occupancy_percent") / 100).alias("occupancy")
     )
-    absent = "not-recorded" if runs.height and runs["blocks_per_sm"].null_count() == runs.height else None
-    table = runs.group_by("name", kind="told").agg(
+    table = runs.group_by(TRACE, "name", kind="told").agg(
         pl.len().alias("count"),
         pl.col("ns").sum().alias("total_ns"),
         _mean(pl.col("blocks_per_sm"), "blocks_per_sm"),
         _mean(_FILL, "sm_fill"),
         _mean(pl.col("occupancy"), "occupancy"),
     )
-    table = (
-        table.hstack([matrix_units(table)])
-        .sort("total_ns", "name", "kind", descending=[True, False, False])
-        .pipe(as_declared, KERNEL_SCHEMA)
+    names = table[["name", "kind"]].unique()
+    table = table.join(names.hstack([matrix_units(names)]), on=["name", "kind"], how="left").sort(
+        TRACE, "total_ns", "name", "kind", descending=[False, True, False, False]
     )
-    state = table["matrix_units"].to_physical().to_numpy()
-    added = np.zeros((len(STATES), 2), dtype=np.int64)
-    np.add.at(added, state, table[["count", "total_ns"]].to_numpy())
-    matrix = pl.DataFrame({"matrix_units": STATES, "count": added[:, 0], "total_ns": added[:, 1]}, schema=MATRIX_SCHEMA)
-    sums = dict(zip(STATES, added[:, 1].tolist(), strict=True))
-    decided_ns = sums["used"] + sums["unused"]
-    windows = work.group_by("device").agg(low=pl.col("start_ns").min(), high=pl.col("end_ns").max())
-    devices, steps = _devices(trace, runs, windows)
-    return KernelEfficiency(devices, steps, table, matrix, sums["used"] / decided_ns if decided_ns else None, absent)
+    devices, steps = _devices(traces, work, runs)
+    for of_runs, kernels, of_devices, of_steps in zip(
+        *(unstacked(frame, traces) for frame in (runs, table, devices, steps)), strict=True
+    ):
+        absent = of_runs.height and of_runs["blocks_per_sm"].null_count() == of_runs.height
+        state = kernels["matrix_units"].to_physical().to_numpy()
+        added = np.zeros((len(STATES), 2), dtype=np.int64)
+        np.add.at(added, state, kernels[["count", "total_ns"]].to_numpy())
+        matrix = pl.DataFrame({"matrix_units": STATES, "count": added[:, 0], "total_ns": added[:, 1]}, MATRIX_SCHEMA)
+        sums = dict(zip(STATES, added[:, 1].tolist(), strict=True))
+        decided_ns = sums["used"] + sums["unused"]
+        yield KernelEfficiency(
+            of_devices.pipe(as_declared, DEVICE_SCHEMA),
+            of_steps,
+            kernels.pipe(as_declared, KERNEL_SCHEMA),
+            matrix,
+            sums["used"] / decided_ns if decided_ns else None,
+            "not-recorded" if absent else None,
+        )
 
 
 def _mean(value: pl.Expr, name: str) -> pl.Expr:
@@ -99,11 +115,13 @@ _FILL = pl.col("blocks_per_sm").clip(0, 1)
 _FAILED = ((pl.col("occupancy_percent") == 0) & (pl.col("warps_per_sm") >= 1)).fill_null(value=False)
 
 
-def _devices(trace: Trace, runs: pl.DataFrame, windows: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+def _devices(traces: Sequence[Trace], work: pl.DataFrame, runs: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     has_blocks = pl.col("blocks_per_sm").is_not_null()
+    keys = [TRACE, "device"]
+    windows = work.group_by(keys).agg(low=pl.col("start_ns").min(), high=pl.col("end_ns").max())
     devices = (
         windows.join(
-            runs.group_by("device").agg(
+            runs.group_by(keys).agg(
                 pl.len().alias("kernel_count"),
                 pl.col("ns").sum().alias("kernel_ns"),
                 pl.col("ns").filter(has_blocks).sum().alias("measured_ns"),
@@ -111,7 +129,7 @@ def _devices(trace: Trace, runs: pl.DataFrame, windows: pl.DataFrame) -> tuple[p
                 _mean(_FILL, "sm_fill"),
                 _mean(pl.col("occupancy"), "occupancy"),
             ),
-            on="device",
+            on=keys,
             how="left",
             nulls_equal=True,
         )
@@ -119,30 +137,32 @@ def _devices(trace: Trace, runs: pl.DataFrame, windows: pl.DataFrame) -> tuple[p
             pl.col("kernel_count", "kernel_ns", "measured_ns", "estimated_ns").fill_null(0),
             window_ns=pl.col("high") - pl.col("low"),
         )
-        .sort("device")
+        .sort(keys)
     )
-    plan = tiles(trace)
-    inside = plan.row >= 0
-    low, high = plan.spans.start[inside], plan.spans.end[inside]
-    tile_steps = trace.steps[["step", "complete"]][plan.row[inside]].with_columns(length=pl.Series(high - low))
+    filled = runs.filter(has_blocks).partition_by(keys, as_dict=True)
     efficiency: list[float | None] = []
     steps = []
     for row in devices.rows(named=True):
-        device_runs = runs.filter(has_blocks, pl.col("device").eq_missing(row["device"]))
-        if not device_runs.height:
+        device_runs = filled.get((row[TRACE], row["device"]))
+        if device_runs is None:
             efficiency.append(None)
             continue
-        filled = _filled(device_runs, np.append(low, row["low"]), np.append(high, row["high"]))
-        efficiency.append(float(filled[-1] / row["window_ns"]) if row["window_ns"] else None)
-        per_step = (filled[:-1] / np.maximum(high - low, 1)).tolist()
+        trace = traces[row[TRACE]]
+        plan = tiles(trace)
+        inside = plan.row >= 0
+        low, high = plan.spans.start[inside], plan.spans.end[inside]
+        tile_steps = trace.steps[["step", "complete"]][plan.row[inside]].with_columns(length=pl.Series(high - low))
+        filled_ns = _filled(device_runs, np.append(low, row["low"]), np.append(high, row["high"]))
+        efficiency.append(float(filled_ns[-1] / row["window_ns"]) if row["window_ns"] else None)
+        per_step = (filled_ns[:-1] / np.maximum(high - low, 1)).tolist()
         steps += [
-            (row["device"], step, length, filled_part)
+            (row[TRACE], row["device"], step, length, filled_part)
             for (step, whole, length), filled_part in zip(tile_steps.rows(), per_step, strict=True)
             if whole
         ]
     return (
-        devices.with_columns(pl.Series("sm_efficiency", efficiency, dtype=pl.Float64)).pipe(as_declared, DEVICE_SCHEMA),
-        pl.DataFrame(steps, schema=STEP_SCHEMA, orient="row"),
+        devices.hstack([pl.Series("sm_efficiency", efficiency, dtype=pl.Float64)]),
+        pl.DataFrame(steps, schema={TRACE: pl.UInt32(), **STEP_SCHEMA}, orient="row"),
     )
 
 

@@ -7,18 +7,19 @@ so that all kinds and the idle time are the window.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from traceloom.analyze.classify import gpu_work
+from traceloom.analyze.classify import gpu_work, stepped_work
 from traceloom.analyze.exclusive import SHARES, shares
 from traceloom.analyze.kind_rules import KINDS, KindOfWork, KindRule, Matcher, built_in_kind_rules
 from traceloom.analyze.per_step import per_step, whole_steps
-from traceloom.analyze.remembered import per_trace
+from traceloom.analyze.remembered import of_each, per_trace
+from traceloom.analyze.stacked import TRACE, quotient, stacked, unstacked
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.array_types import Ints
 from traceloom.model import Trace
@@ -82,19 +83,31 @@ class KernelKinds(Result):
 
 def kernel_kinds(trace: Trace, rules: Iterable[KindRule] = ()) -> KernelKinds:
     """Account for the time of each GPU by kind; `rules` of the user's come before the table."""
-    work = gpu_work(trace).with_columns(kinds(trace, rules).select("kind", named="rule"))
-    kind_shares = shares(trace, work, "kind", PRIORITY)
+    rules = tuple(rules)
+    return next(iter(_kernel_kinds([trace], rules))) if rules else _without_rules(trace)
+
+
+def _kernel_kinds(traces: Sequence[Trace], rules: tuple[KindRule, ...] = ()) -> Iterable[KernelKinds]:
+    named = stacked(kinds(trace, rules) for trace in traces)
+    work = stepped_work(traces).with_columns(named["kind"], named["rule"].alias("named"))
+    kind_shares = shares(traces, work, "kind", PRIORITY)
+    sum_ns = pl.col("sum_ns")
     by_rule = (
-        work.with_columns(ns=pl.col("end_ns") - pl.col("start_ns"))
-        .group_by("kind", rule="named")
+        work.group_by(TRACE, "kind", rule="named")
         .agg(pl.len().alias("count"), pl.col("ns").sum().alias("sum_ns"))
-        .with_columns((pl.col("sum_ns") / pl.col("sum_ns").sum()).fill_nan(None).alias("fraction"))
-        .sort("sum_ns", "kind", "rule", descending=[True, False, False])
-        .pipe(as_declared, RULES_SCHEMA)
+        .with_columns(quotient(sum_ns, sum_ns.sum().over(TRACE)).fill_nan(None).alias("fraction"))
+        .sort(TRACE, "sum_ns", "kind", "rule", descending=[False, True, False, False])
     )
-    by_kind = kind_shares.parts.pipe(as_declared, KINDS_SCHEMA)
-    spread = per_step(kind_shares.steps, ["device", "kind"], list(SHARES), whole_steps(trace))
-    return KernelKinds(kind_shares.devices, by_kind, by_rule, kind_shares.steps, spread)
+    steps = stacked(map(whole_steps, traces))
+    spread = per_step(kind_shares.steps, [TRACE, "device", "kind"], list(SHARES), steps)
+    frames = (kind_shares.devices, kind_shares.parts, by_rule, kind_shares.steps, spread)
+    for devices, by_kind, of_rules, by_step, usual in zip(*(unstacked(each, traces) for each in frames), strict=True):
+        yield KernelKinds(
+            devices, by_kind.pipe(as_declared, KINDS_SCHEMA), of_rules.pipe(as_declared, RULES_SCHEMA), by_step, usual
+        )
+
+
+_without_rules = of_each(_kernel_kinds)
 
 
 def kinds(trace: Trace, rules: Iterable[KindRule] = ()) -> pl.DataFrame:

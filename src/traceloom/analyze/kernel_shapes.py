@@ -12,7 +12,7 @@ from traceloom.analyze.kernel_kinds import kinds
 from traceloom.analyze.kind_rules import KindOfWork
 from traceloom.analyze.per_step import durations, per_step, whole_steps
 from traceloom.analyze.remembered import of_each
-from traceloom.analyze.stacked import TRACE, of_events, stacked, unstacked
+from traceloom.analyze.stacked import TRACE, of_events, quotient, stacked, unstacked
 from traceloom.model import Trace
 from traceloom.model.frames import as_declared, schema
 from traceloom.model.result import Result
@@ -50,8 +50,12 @@ def kernel_shapes(trace: Trace) -> KernelShapes:
 @of_each
 def _of_each(traces: Sequence[Trace]) -> Iterable[KernelShapes]:
     work = shaped_work(traces).with_columns(row=pl.struct(KEYS).rank("dense"))
-    ns = pl.col("ns")
-    table = work.group_by(TRACE, "row").agg(pl.col(KEYS).first(), *durations(ns))
+    total = pl.col("total_ns")
+    table = (
+        work.group_by(TRACE, "row")
+        .agg(pl.col(KEYS).first(), *durations(pl.col("ns")))
+        .with_columns(fraction=quotient(total, total.sum().over(TRACE).clip(lower_bound=1)))
+    )
     usual = per_step(
         work.select(TRACE, "row", "step", total_ns="ns"),
         [TRACE, "row"],
@@ -64,9 +68,7 @@ def _of_each(traces: Sequence[Trace]) -> Iterable[KernelShapes]:
         nulls_last=True,
     )
     for of_trace in unstacked(rows, traces):
-        whole = int(of_trace["total_ns"].sum())
-        fraction = (of_trace["total_ns"] / max(whole, 1)).alias("fraction")
-        yield KernelShapes(of_trace.hstack([fraction]).pipe(as_declared, SHAPES_SCHEMA), whole)
+        yield KernelShapes(of_trace.pipe(as_declared, SHAPES_SCHEMA), int(of_trace["total_ns"].sum()))
 
 
 def shaped_work(traces: Sequence[Trace]) -> pl.DataFrame:

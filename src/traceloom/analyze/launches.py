@@ -5,6 +5,7 @@ Definitions: docs/concepts/launches.md.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,8 @@ import polars as pl
 
 from traceloom.analyze.per_step import per_step, spread_schema, whole_steps
 from traceloom.analyze.queue_depth import QUEUES, HeldCalls, curve, held_up, of_devices, queues
+from traceloom.analyze.remembered import of_each
+from traceloom.analyze.stacked import TRACE, gathered, stacked, unstacked
 from traceloom.analyze.submissions import UNKNOWN, Submissions, plain, submissions
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.analyze.waits import stream_waits
@@ -91,57 +94,39 @@ class Launches(Result):
 
 def launches(trace: Trace) -> Launches:
     """Look at the way of every launch from the call to the start of its work."""
-    made = submissions(trace)
-    held = held_up(trace, made)
-    whole = of_devices(made)
-    names = vocabulary(trace).names  # gathered by code: names of all events at once would fill the memory
-    at = np.flatnonzero(made.first)
-    # One row per launch and device: its first work (`at`), delay, span and latency
-    start, returned = made.start[at], made.call_end[at]
-    # what the stream did before: the end of everything that began earlier on it
-    reach = np.zeros(made.row.size, dtype=np.int64)
-    for low, high in zip(made.bounds()[:-1].tolist(), made.bounds()[1:].tolist(), strict=True):
-        reach[low + 1 : high] = np.maximum.accumulate(made.end[low:high])[:-1]
-    free = np.maximum(returned, reach[at])
-    words = vocabulary(trace)
-    op = plain(column(trace, "op", -1))[made.row[at]]
-    times = pl.DataFrame(
-        {
-            "at": at,
-            "device": made.device[at],
-            "code": plain(words.code)[made.row[at]].astype(np.int64),
-            "op": np.where(op >= 0, plain(words.code)[np.maximum(op, 0)].astype(np.int64), -1) if at.size else at,
-            "delay": np.maximum(start - returned, 0),
-            "span": np.maximum(start - made.call_start[at], 0),
-            "latency": np.maximum(start - free, 0),
-            "early": start < returned,
-        }
+    return _of_each(trace)
+
+
+@of_each
+def _of_each(traces: Sequence[Trace]) -> Iterable[Launches]:
+    all_made = [submissions(trace) for trace in traces]
+    all_held = [held_up(trace, made) for trace, made in zip(traces, all_made, strict=True)]
+    names = [vocabulary(trace).names for trace in traces]  # gathered by code: those of all events would fill the memory
+    pairs = list(zip(traces, all_made, strict=True))
+    keys = [TRACE, "device"]
+    times = stacked(_times(*pair) for pair in pairs)
+    work = stacked(
+        pl.DataFrame({"device": made.device, "known": made.known, "inner": made.known & ~made.first})
+        for made in all_made
     )
-    work = pl.DataFrame({"device": made.device, "known": made.known, "inner": made.known & ~made.first})
     totals = (
-        work.group_by("device")
+        work.group_by(keys)
         .agg(
             pl.len().alias("work_count"),
             pl.col("inner").sum().alias("graph_work_count"),
             (~pl.col("known")).sum().alias("unknown_count"),
         )
         .join(
-            times.group_by("device", maintain_order=True).agg(*_OF_TIMES, pl.col("early").sum().alias("early_count")),
-            on="device",
+            times.group_by(keys, maintain_order=True).agg(*_OF_TIMES, pl.col("early").sum().alias("early_count")),
+            on=keys,
             how="left",
         )
-        .sort("device")
+        .sort(keys)
         .with_columns(_or_null("device"), pl.col("launch_count", "late_count", "early_count").fill_null(0))
     )
-
-    # Every call that submitted GPU work: its first work (position), its row and duration.
-    launch, first_index = np.unique(made.launch[at], return_index=True)
-    first_at = at[first_index]
-    length = made.call_end[first_at] - made.call_start[first_at]
-    code = plain(vocabulary(trace).code)[launch]
-    calls = pl.DataFrame({"at": first_at, "launch": launch, "code": code, "call_ns": length})
+    calls = stacked(_calls(*pair) for pair in pairs)
     call, long = pl.col("call_ns"), pl.col("call_ns") >= LONG_CALL_NS
-    by_call = calls.group_by("code").agg(
+    by_call = calls.group_by(TRACE, "code", maintain_order=True).agg(
         pl.len().alias("call_count"),
         call.sum().alias("total_ns"),
         call.median().floor().alias("median_ns"),
@@ -150,20 +135,74 @@ def launches(trace: Trace) -> Launches:
         long.sum().alias("long_count"),
         call.filter(long).sum().alias("long_ns"),
     )
-    by_call = by_call.hstack([names[by_call["code"]].alias("name")])
-    return Launches(
-        totals=totals.pipe(as_declared, TOTALS),
-        names=_by_name(names, times, "code"),
-        operators=_by_name(names, times, "op"),
-        calls=by_call.sort("total_ns", "name", descending=[True, False]).pipe(as_declared, CALLS),
-        outliers=_outliers(trace, made, times, calls, held),
-        queues=queues(made, held),
-        curve=curve(made),
-        device_queues=queues(whole, held),
-        device_curve=curve(whole),
-        bins=_histogram(made),
-        short=_short_by_name(trace, made),
-        steps=_steps(trace, made, held),
+    by_call = by_call.hstack([gathered(names, by_call, "code").alias("name")])
+    late = unstacked(times.filter(pl.col("latency") >= LONG_DELAY_NS), traces)
+    of_held = stacked(pl.DataFrame({"at": held.at}, schema={"at": pl.Int64}) for held in all_held)
+    long_calls = calls.filter(long).join(of_held, on=[TRACE, "at"], how="anti", maintain_order="left")
+    outliers = stacked(map(_outliers, traces, all_made, late, unstacked(long_calls, traces), all_held))
+    spread = per_step(
+        stacked(map(_stepped, traces, all_made, all_held)), keys, _PER_STEP, stacked(map(whole_steps, traces))
+    )
+    frames = (
+        totals,
+        _by_name(names, times, "code"),
+        _by_name(names, times, "op"),
+        by_call.sort(TRACE, "total_ns", "name", descending=[False, True, False]),
+        outliers.sort(TRACE, "duration_ns", "start_ns", "kind", descending=[False, True, False, False]),
+        _short_by_name(names, stacked(_alone(*pair) for pair in pairs)),
+        spread.sort(keys).with_columns(_or_null("device")),
+    )
+    for made, held, *parts in zip(all_made, all_held, *(unstacked(frame, traces) for frame in frames), strict=True):
+        whole = of_devices(made)
+        yield Launches(
+            totals=parts[0].pipe(as_declared, TOTALS),
+            names=parts[1].pipe(as_declared, NAMES),
+            operators=parts[2].pipe(as_declared, NAMES),
+            calls=parts[3].pipe(as_declared, CALLS),
+            outliers=parts[4].pipe(as_declared, OUTLIERS),
+            queues=queues(made, held),
+            curve=curve(made),
+            device_queues=queues(whole, held),
+            device_curve=curve(whole),
+            bins=_histogram(made),
+            short=parts[5].pipe(as_declared, SHORT),
+            steps=parts[6].pipe(as_declared, STEPS),
+        )
+
+
+def _times(trace: Trace, made: Submissions) -> pl.DataFrame:
+    """One row per launch and device: its first work (`at`), delay, span and latency."""
+    at = np.flatnonzero(made.first)
+    start, returned = made.start[at], made.call_end[at]
+    # what the stream did before: the end of everything that began earlier on it
+    reach = np.zeros(made.row.size, dtype=np.int64)
+    for low, high in zip(made.bounds()[:-1].tolist(), made.bounds()[1:].tolist(), strict=True):
+        reach[low + 1 : high] = np.maximum.accumulate(made.end[low:high])[:-1]
+    free = np.maximum(returned, reach[at])
+    code = plain(vocabulary(trace).code)
+    op = plain(column(trace, "op", -1))[made.row[at]]
+    return pl.DataFrame(
+        {
+            "at": at,
+            "device": made.device[at],
+            "code": code[made.row[at]].astype(np.int64),
+            "op": np.where(op >= 0, code[np.maximum(op, 0)].astype(np.int64), -1) if at.size else at,
+            "delay": np.maximum(start - returned, 0),
+            "span": np.maximum(start - made.call_start[at], 0),
+            "latency": np.maximum(start - free, 0),
+            "early": start < returned,
+        }
+    )
+
+
+def _calls(trace: Trace, made: Submissions) -> pl.DataFrame:
+    """Every call that submitted GPU work: its first work (`at`), its row, the code of its name, its duration."""
+    at = np.flatnonzero(made.first)
+    launch, first_index = np.unique(made.launch[at], return_index=True)
+    first_at = at[first_index]
+    length = made.call_end[first_at] - made.call_start[first_at]
+    return pl.DataFrame(
+        {"at": first_at, "launch": launch, "code": plain(vocabulary(trace).code)[launch], "call_ns": length}
     )
 
 
@@ -182,23 +221,19 @@ _OF_TIMES = (
 )
 
 
-def _by_name(names: pl.Series, times: pl.DataFrame, key: str) -> pl.DataFrame:
+def _by_name(names: Sequence[pl.Series], times: pl.DataFrame, key: str) -> pl.DataFrame:
     """Statistics by name of the work (`code`) or of its operator (`op`), the largest sum of delays first."""
     code = pl.when(pl.col(key) >= 0).then(key).cast(pl.UInt32).alias("code")
-    table = times.group_by(code, maintain_order=True).agg(*_OF_TIMES, pl.col("delay").sum().alias("sum"))
-    table = table.hstack([names[table["code"]].alias("name")])
-    return table.sort("sum", "name", descending=[True, False]).pipe(as_declared, NAMES)
+    table = times.group_by(TRACE, code, maintain_order=True).agg(*_OF_TIMES, pl.col("delay").sum().alias("sum"))
+    table = table.hstack([gathered(names, table, "code").alias("name")])
+    return table.sort(TRACE, "sum", "name", descending=[False, True, False])
 
 
 def _or_null(name: str) -> pl.Expr:
     return pl.when(pl.col(name) >= 0).then(pl.col(name)).alias(name)
 
 
-def _outliers(
-    trace: Trace, made: Submissions, times: pl.DataFrame, calls: pl.DataFrame, held: HeldCalls
-) -> pl.DataFrame:
-    late = times.filter(pl.col("latency") >= LONG_DELAY_NS)
-    long = calls.filter(pl.col("call_ns") >= LONG_CALL_NS, ~pl.col("at").is_in(held.at))
+def _outliers(trace: Trace, made: Submissions, late: pl.DataFrame, long: pl.DataFrame, held: HeldCalls) -> pl.DataFrame:
     at = np.concatenate([late["at"].to_numpy(), long["at"].to_numpy(), held.at])
     kind = np.repeat(["late work", "long call", "full queue"], [late.height, long.height, held.at.size]).astype("<U12")
     if late.height:
@@ -208,34 +243,30 @@ def _outliers(
     names = trace.events["name"]
     steps = trace.steps["step"]
     step = made.step[at]
-    return (
-        pl.DataFrame(
-            {
-                "kind": kind,
-                "duration_ns": length,
-                "start_ns": np.where(np.arange(at.size) < late.height, made.start[at] - length, made.call_start[at]),
-                "device": nullable(made.device[at], absent=UNKNOWN),
-                "stream": nullable(made.stream[at], absent=UNKNOWN),
-                "step": steps[row_numbers(step)],
-                "work": made.row[at],
-                "work_name": names[made.row[at]],
-                "launch": made.launch[at],
-                "launch_name": names[made.launch[at]],
-            }
-        )
-        .sort("duration_ns", "start_ns", "kind", descending=[True, False, False])
-        .pipe(as_declared, OUTLIERS)
+    return pl.DataFrame(
+        {
+            "kind": pl.Series(kind, dtype=pl.String),
+            "duration_ns": length,
+            "start_ns": np.where(np.arange(at.size) < late.height, made.start[at] - length, made.call_start[at]),
+            "device": nullable(made.device[at], absent=UNKNOWN),
+            "stream": nullable(made.stream[at], absent=UNKNOWN),
+            "step": steps[row_numbers(step)],
+            "work": made.row[at],
+            "work_name": names[made.row[at]],
+            "launch": made.launch[at],
+            "launch_name": names[made.launch[at]],
+        }
     )
 
 
-def _steps(trace: Trace, made: Submissions, held: HeldCalls) -> pl.DataFrame:
-    """Whole steps: launches, work, time in launch calls, short kernels, time held up."""
+def _stepped(trace: Trace, made: Submissions, held: HeldCalls) -> pl.DataFrame:
+    """Of work in steps: whether it is a launch's first, time in launch calls, short kernels, time held up."""
     stepped = np.flatnonzero(made.step >= 0)
     held_ns = np.zeros(made.row.size, dtype=np.int64)
     held_ns[held.at] = held.ns
     call = made.call_end - made.call_start
     short: Bools = made.first & made.kernel & ~made.many & (made.end - made.start < call)
-    frame = pl.DataFrame(
+    return pl.DataFrame(
         {
             "device": made.device[stepped],
             "step": trace.steps["step"][made.step[stepped]],
@@ -246,8 +277,6 @@ def _steps(trace: Trace, made: Submissions, held: HeldCalls) -> pl.DataFrame:
             "held_ns": held_ns[stepped],
         }
     )
-    spread = per_step(frame, ["device"], _PER_STEP, whole_steps(trace))
-    return spread.sort("device").with_columns(_or_null("device")).pipe(as_declared, STEPS)
 
 
 def _histogram(made: Submissions) -> pl.DataFrame:
@@ -271,15 +300,18 @@ def _histogram(made: Submissions) -> pl.DataFrame:
     ).pipe(as_declared, BINS)
 
 
-def _short_by_name(trace: Trace, made: Submissions) -> pl.DataFrame:
-    """Kernels shorter than their launch, by name, the most time in calls first: `SHORT`."""
+def _alone(trace: Trace, made: Submissions) -> pl.DataFrame:
+    """Kernels that were launched one by one: the code of their name, their duration, that of the call."""
     at = np.flatnonzero(made.kernel & made.first & ~made.many)
     length, call = (made.end - made.start)[at], (made.call_end - made.call_start)[at]
+    return pl.DataFrame({"code": plain(vocabulary(trace).code)[made.row[at]], "length": length, "call": call})
+
+
+def _short_by_name(names: Sequence[pl.Series], alone: pl.DataFrame) -> pl.DataFrame:
+    """Kernels shorter than their launch, by name, the most time in calls first: `SHORT`."""
     short = pl.col("length") < pl.col("call")
-    words = vocabulary(trace)
     by_code = (
-        pl.DataFrame({"code": plain(words.code)[made.row[at]], "length": length, "call": call})
-        .group_by("code")
+        alone.group_by(TRACE, "code", maintain_order=True)
         .agg(
             short.sum().alias("short_count"),
             pl.len().alias("kernel_count"),
@@ -289,11 +321,8 @@ def _short_by_name(trace: Trace, made: Submissions) -> pl.DataFrame:
         )
         .filter(pl.col("short_count") > 0)
     )
-    return (
-        by_code.hstack([words.names[by_code["code"]].alias("name")])
-        .sort("call_ns", "name", descending=[True, False])
-        .pipe(as_declared, SHORT)
-    )
+    by_code = by_code.hstack([gathered(names, by_code, "code").alias("name")])
+    return by_code.sort(TRACE, "call_ns", "name", descending=[False, True, False])
 
 
 __all__ = ["BINS", "CALLS", "NAMES", "OUTLIERS", "QUEUES", "SHORT", "STEPS", "TOTALS", "Launches", "launches"]

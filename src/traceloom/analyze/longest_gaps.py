@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import polars as pl
 
 from traceloom.analyze.idle import CauseType, EvidenceType, Idle
+from traceloom.analyze.stacked import TRACE, of_events, stacked, unstacked
 from traceloom.model import Trace
 from traceloom.model.frames import as_declared, schema
 
@@ -33,22 +36,30 @@ def longest_gaps(trace: Trace, idle_time: Idle, count: int = 20) -> pl.DataFrame
         in, outermost first), producer (the GPU work that a dependency waited for), wait (the record of the wait or the
         call that asked for it). Null where there is none.
     """
-    parts = idle_time.gaps
+    return next(iter(longest_gaps_of([trace], [idle_time], count)))
+
+
+def longest_gaps_of(traces: Sequence[Trace], idle_times: Iterable[Idle], count: int) -> Iterable[pl.DataFrame]:
+    """The same of each of several traces."""
+    parts = stacked(idle_time.gaps for idle_time in idle_times)
+    keys = [TRACE, "gap"]
+    order, falling = [TRACE, "whole_ns", "gap"], [False, True, False]
     whole = (
-        parts.group_by("gap")
+        parts.group_by(keys)
         .agg(pl.col("duration_ns").sum().alias("whole_ns"), pl.col("start_ns").min().alias("from_ns"))
-        .sort("whole_ns", "gap", descending=[True, False])
+        .sort(order, descending=falling)
+        .group_by(TRACE, maintain_order=True)
         .head(count)
     )
-    main = (
-        parts.join(whole, on="gap", how="inner")
-        .with_columns(pl.col("duration_ns").sum().over("gap", "cause").alias("cause_ns"))
+    rows = (
+        parts.join(whole, on=keys, how="inner")
+        .with_columns(pl.col("duration_ns").sum().over(*keys, "cause").alias("cause_ns"))
         .sort("cause_ns", "duration_ns", "start_ns", descending=[True, True, False])
-        .unique("gap", keep="first", maintain_order=True)
+        .unique(keys, keep="first", maintain_order=True)
+        .sort(order, descending=falling)
     )
-    rows = main.sort("whole_ns", "gap", descending=[True, False])
-    names = trace.events["name"]
-    return rows.select(
+    told = rows.select(
+        TRACE,
         "gap",
         "device",
         "step",
@@ -56,9 +67,12 @@ def longest_gaps(trace: Trace, idle_time: Idle, count: int = 20) -> pl.DataFrame
         pl.col("whole_ns").alias("duration_ns"),
         *("cause", "cause_ns", "evidence", "host_event", "host_activity"),
         *_NAMED,
-        *(names[rows[name]].alias(f"{name}_name") for name in _NAMED),
-        pl.Series("stack", [_stack(trace, row) for row in rows["host_event"].to_list()], dtype=pl.List(pl.String)),
-    ).pipe(as_declared, SCHEMA)  # fmt: skip
+        *(of_events(traces, rows, name, "name").alias(f"{name}_name") for name in _NAMED),
+    )  # fmt: skip
+    for trace, gaps in zip(traces, unstacked(told, traces), strict=True):
+        stacks = [_stack(trace, event) for event in gaps["host_event"].to_list()]
+        stack = pl.Series("stack", stacks, dtype=pl.List(pl.String))
+        yield gaps.hstack([stack]).pipe(as_declared, SCHEMA)
 
 
 def _stack(trace: Trace, event: int | None) -> list[str] | None:

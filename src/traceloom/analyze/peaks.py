@@ -126,12 +126,12 @@ def peaks(trace: Trace, chosen: Peak | None = None) -> dict[int, Peak | str]:
     A device that the file does not describe takes the name that all devices it describes share: a process that sees one
     device of many may number it differently.
     """
-    used = trace.devices.filter("used")[["device", "name", "multiprocessors"]]
+    rows = trace.devices[["device", "name", "multiprocessors", "used"]].rows()
+    used = [(int(device), name, processors) for device, name, processors, is_used in rows if is_used]
     if chosen is not None:
-        return {int(device): chosen for device in used["device"]}
-    described = trace.devices.filter(trace.devices["name"].is_not_null())[["name", "multiprocessors"]].unique()
-    shared: tuple[Any, Any] = described.row(0) if described.height == 1 else (None, None)
+        return {device: chosen for device, _, _ in used}
+    described = {(name, processors) for _, name, processors, _ in rows if name is not None}
+    shared: tuple[Any, Any] = described.pop() if len(described) == 1 else (None, None)
     return {
-        int(device): find(name, processors) if name or processors else find(*shared)
-        for device, name, processors in used.rows()
+        device: find(name, processors) if name or processors else find(*shared) for device, name, processors in used
     }

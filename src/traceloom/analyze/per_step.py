@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import polars as pl
 
 from traceloom.analyze.remembered import per_trace
+from traceloom.analyze.stacked import TRACE, quotient
 from traceloom.model import Trace
 from traceloom.model.frames import schema
 
@@ -45,20 +46,23 @@ def per_step(frame: pl.DataFrame, keys: Sequence[str], values: Sequence[str], st
     if not steps.height:
         return pl.DataFrame(schema={**{key: frame.schema[key] for key in keys}, **spread_schema(*values)})
     inside = frame.join(steps, on=steps.columns[:-1], how="inner", maintain_order="left")
-    sums = inside.group_by(*keys, "step", maintain_order=True).agg(
-        pl.col(values).sum().cast(pl.Int64), pl.col("many").first()
-    )
     many = pl.col("many").first()
+    sums = inside.group_by(*keys, "step", maintain_order=True).agg(pl.col(values).sum().cast(pl.Int64), many)
     everywhere = pl.len() == many
-    return sums.group_by(*keys, maintain_order=True).agg(
+    spread = sums.group_by(*keys, maintain_order=True).agg(
         *(
             statistic
             for v in values
             for statistic in (
-                (pl.col(v).sum() * (1.0 / many)).alias(f"mean_{v}"),
+                pl.col(v).sum().alias(f"mean_{v}"),
                 pl.when(everywhere).then(pl.col(v).min()).otherwise(0).cast(pl.Int64).alias(f"min_{v}"),
                 pl.col(v).max().alias(f"max_{v}"),
             )
         ),
+        many,
         step_count=pl.len().cast(pl.Int64),
     )
+    by: int = steps["many"][0]
+    totals = [pl.col(f"mean_{v}") for v in values]
+    means = [quotient(total, pl.col("many")) if TRACE in keys else total / by for total in totals]
+    return spread.with_columns(means).drop("many")

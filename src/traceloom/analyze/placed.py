@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import polars as pl
 from msgspec import Struct
 
 from traceloom.analyze.ancestry import forest
-from traceloom.analyze.classify import gpu_work
+from traceloom.analyze.classify import stepped_work
 from traceloom.analyze.modelled_calls import PLAIN_FLOAT, TENSOR_FLOAT, ModelledCalls, modelled_calls, with_replays
 from traceloom.analyze.peaks import Peak, peaks
-from traceloom.analyze.remembered import made_from
+from traceloom.analyze.remembered import made_from, of_each
+from traceloom.analyze.stacked import TRACE, stacked, unstacked
 from traceloom.analyze.vocabulary import vocabulary
+from traceloom.array_types import Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
 
@@ -47,66 +51,53 @@ def placed(trace: Trace, peak: Peak | None = None, capture: Trace | None = None)
     With the recording of the `capture` of its graphs also the calls that their replays make.
     """
     if capture is not None:
-        return _placed(trace, with_replays(trace, capture), peak)
+        return _placed([trace], [with_replays(trace, capture)], peak)[0]
     modelled = modelled_calls(trace)
-    if peak is not None:
-        return _placed(trace, modelled, peak)
-    return _placed_by_names(trace, modelled)
+    return _placed_by_names(trace, modelled) if peak is None else _placed([trace], [modelled], peak)[0]
 
 
 @made_from
-def _placed_by_names(trace: Trace, modelled: ModelledCalls) -> PlacedCalls:
+def _placed_by_names(trace: Trace, _modelled: ModelledCalls) -> PlacedCalls:
     """With the peaks that the devices' names tell; registering a model changes the calls, and so the result."""
-    return _placed(trace, modelled, None)
+    return _of_each(trace)
 
 
-def _placed(trace: Trace, modelled: ModelledCalls, peak: Peak | None) -> PlacedCalls:
-    owned = np.flatnonzero(modelled.work_owner >= 0)
-    work = gpu_work(trace)[owned]
-    work = work.select(
-        "event",
-        "name",
-        "device",
-        trace.events["step"].gather(work["event"]),
-        ns=pl.col("end_ns") - pl.col("start_ns"),
-        position=pl.Series(modelled.work_owner[owned]),
-    )
-    if modelled.link.size:
-        words = vocabulary(trace)
-        code = words.code[work["event"].to_numpy()]
-        calls = (
-            work.with_columns(
-                tensor_float=pl.Series(words.matching(TENSOR_FLOAT)[code]),
-                plain_float=pl.Series(words.matching(PLAIN_FLOAT)[code]),
-            )
-            .group_by("position", maintain_order=True)
-            .agg(
-                pl.col("device", "step").first(),
-                pl.col("tensor_float", "plain_float").any(),
-                gpu_ns=pl.col("ns").sum(),
-                time_ns=pl.col("ns").sum(),
-                kernels=pl.len(),
-            )
+@of_each
+def _of_each(traces: Sequence[Trace]) -> list[PlacedCalls]:
+    return _placed(traces, [modelled_calls(trace) for trace in traces], None)
+
+
+def _placed(traces: Sequence[Trace], modelled: Sequence[ModelledCalls], peak: Peak | None) -> list[PlacedCalls]:
+    owner = pl.Series("position", np.concatenate([each.work_owner for each in modelled]))
+    columns = [TRACE, "event", "name", "device", "step", "ns"]
+    work = stepped_work(traces)[columns].hstack([owner]).filter(pl.col("position") >= 0)
+    named = [
+        _arithmetic(trace, own["event"].to_numpy()) for trace, own in zip(traces, unstacked(work, traces), strict=True)
+    ]
+    by_call = (
+        work.hstack(pl.concat(named))
+        .group_by(TRACE, "position", maintain_order=True)
+        .agg(
+            pl.col("device", "step").first(),
+            pl.col("tensor_float", "plain_float").any(),
+            gpu_ns=pl.col("ns").sum(),
+            time_ns=pl.col("ns").sum(),
+            kernels=pl.len(),
         )
-    else:
-        own = np.flatnonzero(modelled.owner == np.arange(modelled.owner.size)).astype(np.int64)
-        tree = forest(trace)
-        steps = trace.events["step"].gather(tree.row[own])
-        calls = pl.DataFrame({"position": own, "step": steps, "time_ns": tree.span_ns()[own]})
-        # host times are not those of work that went to a device on which nothing is recorded
-        if trace.events["category"].is_in([*cat.LAUNCHES, cat.COMMAND, cat.GPU_EVENT]).any():
-            calls = calls.with_columns(time_ns=pl.lit(None, pl.Int64))
-        calls = calls.with_columns(
-            device=pl.lit(None, pl.Int32), gpu_ns=pl.lit(None, pl.Int64), kernels=pl.lit(0, pl.UInt32),
-            tensor_float=pl.lit(value=False), plain_float=pl.lit(value=False),
-        )  # fmt: skip
-    group = pl.Series("group", modelled.group[calls["position"].to_numpy()])
-    of_group = modelled.groups.drop("group", "name", "shapes", "types", "reason")[group]
-    device_peaks = peaks(trace, peak)
-    has_peaks = peak is not None or any(isinstance(entry, Peak) for entry in device_peaks.values())
+    )
+    calls = stacked(
+        own if of_trace.link.size else _on_host(trace, of_trace)[own.columns]
+        for trace, of_trace, own in zip(traces, modelled, unstacked(by_call, traces), strict=True)
+    )
+    positions = [own["position"].to_numpy() for own in unstacked(calls, traces)]
+    group = np.concatenate([each.group[position] for each, position in zip(modelled, positions, strict=True)])
+    first = np.cumsum([0, *(each.groups.height for each in modelled)])  # of the groups of each trace among all
+    every = pl.concat([each.groups for each in modelled]).drop("group", "name", "shapes", "types", "reason")
+    of_group = every[group + np.repeat(first[:-1], [position.size for position in positions])]
+    device_peaks = [peaks(trace, peak) for trace in traces]
     # What the kernels' names reveal about fp32 matrix work: tf32 where any kernel's name shows it.
     single = (pl.col("dtype") == "fp32") & pl.col("matrix")
-    calls = calls.hstack([group.cast(pl.UInt32), *of_group]).with_columns(
+    calls = calls.hstack([pl.Series("group", group, dtype=pl.UInt32), *of_group]).with_columns(
         arithmetic=pl.when(single & pl.col("tensor_float")).then(pl.lit("tf32")).otherwise("dtype"),
         evidence=pl.when(~single)
         .then(pl.lit("recorded type"))
@@ -114,11 +105,11 @@ def _placed(trace: Trace, modelled: ModelledCalls, peak: Peak | None) -> PlacedC
         .then(pl.lit("kernel name"))
         .otherwise(pl.lit("assumed")),
     )
-    keys = ["device", "arithmetic", "matrix"]
+    keys = [TRACE, "device", "arithmetic", "matrix"]
     kinds = calls[keys].unique()
     rates: list[tuple[float | None, float | None]] = []
-    for device, arithmetic, matrix in kinds.rows():
-        highest = peak if device is None else device_peaks.get(device)
+    for number, device, arithmetic, matrix in kinds.rows():
+        highest = peak if device is None else device_peaks[number].get(device)
         rates.append(
             (highest.rate(arithmetic, matrix=matrix), highest.memory) if isinstance(highest, Peak) else (None, None)
         )
@@ -134,4 +125,35 @@ def _placed(trace: Trace, modelled: ModelledCalls, peak: Peak | None) -> PlacedC
         .then(pl.when(pl.col("compute_ns") > pl.col("memory_ns")).then(pl.lit("compute")).otherwise(pl.lit("memory")))
         .cast(BoundType),
     )
-    return PlacedCalls(on_roofline, work, device_peaks, has_peaks, modelled)
+    return [
+        PlacedCalls(own, own_work, of_devices, peak is not None or _has_peaks(of_devices), of_trace)
+        for own, own_work, of_devices, of_trace in zip(
+            unstacked(on_roofline, traces), unstacked(work, traces), device_peaks, modelled, strict=True
+        )
+    ]
+
+
+def _has_peaks(devices: dict[int, Peak | str]) -> bool:
+    return any(isinstance(entry, Peak) for entry in devices.values())
+
+
+def _arithmetic(trace: Trace, work: Ints) -> pl.DataFrame:
+    """Whether the name of each piece of GPU work tells its arithmetic: tensor_float (tf32), plain_float (fp32)."""
+    patterns = {"tensor_float": TENSOR_FLOAT, "plain_float": PLAIN_FLOAT}
+    if not work.size:
+        return pl.DataFrame(schema=dict.fromkeys(patterns, pl.Boolean))
+    words = vocabulary(trace)
+    return pl.DataFrame({name: words.matching(pattern)[words.code[work]] for name, pattern in patterns.items()})
+
+
+def _on_host(trace: Trace, modelled: ModelledCalls) -> pl.DataFrame:
+    """The modelled calls of a trace without GPU work, with the time that the host spends in them."""
+    own = np.flatnonzero(modelled.owner == np.arange(modelled.owner.size)).astype(np.int64)
+    tree = forest(trace)
+    # host times are not those of work that went to a device on which nothing is recorded
+    sent = trace.events["category"].is_in([*cat.LAUNCHES, cat.COMMAND, cat.GPU_EVENT]).any()
+    return pl.DataFrame({"position": own, "step": trace.events["step"][tree.row[own]]}).with_columns(
+        time_ns=pl.lit(None, pl.Int64) if sent else pl.Series(tree.span_ns()[own], dtype=pl.Int64),
+        device=pl.lit(None, pl.Int32), gpu_ns=pl.lit(None, pl.Int64), kernels=pl.lit(0, pl.UInt32),
+        tensor_float=pl.lit(value=False), plain_float=pl.lit(value=False),
+    )  # fmt: skip

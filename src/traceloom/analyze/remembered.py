@@ -7,9 +7,10 @@ traces (`of_each`) works out at once what is to be looked at `together`; who ask
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -37,48 +38,48 @@ class _Result(Generic[T]):
     size: int = 0
 
 
-_groups: dict[int, list[weakref.ref[Trace]]] = {}  # by the trace's id: what is looked at together with it, and itself
+_Group = tuple[list[Trace], dict[Any, tuple[list[Trace], list[Any]]]]
+_groups: dict[
+    int, _Group
+] = {}  # by a trace's id: it and those beside it; by function the traces it last gave, and what
 
 
-def together(traces: Iterable[Trace]) -> None:
-    """Look from now on at those of the traces together that follow each other, up to `MOST_EVENTS` events at once."""
-    group: list[weakref.ref[Trace]] = []
-    room = 0
+@contextmanager
+def together(traces: Iterable[Trace]) -> Iterator[None]:
+    """Meanwhile, look at those of the traces at once that follow each other, up to `MOST_EVENTS` events."""
+    groups: list[list[Trace]] = []
+    room = -1
     for trace in traces:
         room -= trace.events.height
         if room < 0:
-            group, room = [], MOST_EVENTS - trace.events.height
-        group.append(weakref.ref(trace, partial(_forget, _groups, id(trace))))
-        _groups[id(trace)] = group
-
-
-def _forget(kept: dict[int, Any], key: int, _gone: weakref.ref[Trace]) -> None:
-    kept.pop(key, None)
-
-
-def _group_of(trace: Trace) -> list[Trace]:
-    """What is looked at together with a trace, and itself."""
-    return [each for member in _groups.get(id(trace), ()) if (each := member()) is not None] or [trace]
+            groups.append([])
+            room = MOST_EVENTS - trace.events.height
+        groups[-1].append(trace)
+    results: dict[Any, tuple[list[Trace], list[Any]]] = {}
+    asked = {id(trace): (group, results) for group in groups if len(group) > 1 for trace in group}
+    _groups.update(asked)
+    try:
+        yield
+    finally:
+        for key in asked:
+            _groups.pop(key, None)
 
 
 def of_each(function: Callable[[Sequence[Trace]], Iterable[T]]) -> Callable[[Trace], T]:
     """The function of one trace whose results for several `function` gives at once, in their order.
 
-    Those of the traces that are looked at together with the last one are remembered, for as long as these live.
+    The results of the traces that are looked at `together` with the last one are remembered until that ends.
     """
-    kept: dict[int, _Result[T]] = {}
 
     @wraps(function)
     def of_one(trace: Trace) -> T:
-        if id(trace) in kept:
-            return kept[id(trace)].value
-        traces = _group_of(trace)
-        values = list(function(traces))
-        if len(traces) > 1:
-            kept.clear()
-            for each, value in zip(traces, values, strict=True):
-                kept[id(each)] = _Result(weakref.ref(each, partial(_forget, kept, id(each))), value)
-        return values[[each is trace for each in traces].index(True)]
+        group, results = _groups.get(id(trace), ([trace], {}))
+        last, values = results.get(function, (None, []))
+        if last is not group:
+            values = list(function(group))
+            results[function] = group, values
+        value: T = next(value for each, value in zip(group, values, strict=True) if each is trace)
+        return value
 
     return of_one
 
@@ -99,9 +100,10 @@ def per_trace(function: Callable[[Trace], T]) -> Callable[[Trace], T]:
         if results := list(kept.values()):
             results[-1].size = size_of(results[-1].value)
             if sum(result.size for result in results) > MOST_BYTES:
-                for earlier in kept.keys() - map(id, _group_of(trace)):
+                beside, _ = _groups.get(key, ([], {}))
+                for earlier in kept.keys() - map(id, beside):
                     kept.pop(earlier, None)
-        kept[key] = _Result(weakref.ref(trace, partial(_forget, kept, key)), value)
+        kept[key] = _Result(weakref.ref(trace, lambda _: kept.pop(key, None)), value)
         return value
 
     return remembering

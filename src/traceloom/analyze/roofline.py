@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -10,11 +10,12 @@ import polars as pl
 
 from traceloom.analyze.ancestry import forest
 from traceloom.analyze.attribution import launched_work
-from traceloom.analyze.classify import gpu_work
+from traceloom.analyze.classify import stepped_work
 from traceloom.analyze.graph_capture import of_rank
 from traceloom.analyze.peaks import Peak, peak_of
 from traceloom.analyze.placed import BoundType, PlacedCalls, placed
-from traceloom.analyze.remembered import made_from
+from traceloom.analyze.remembered import made_from, of_each
+from traceloom.analyze.stacked import TRACE, of_events, quotient, stacked, unstacked
 from traceloom.analyze.utilisation import utilisation
 from traceloom.model import Session, Trace
 from traceloom.model.frames import as_declared, schema
@@ -89,7 +90,10 @@ def roofline(run: Trace | Session, peak: Given = None, capture: Session | Trace 
     """
     user_peak = None if peak is None else peak_of(peak)
     traces = run.traces if isinstance(run, Session) else (run,)
-    return joined([_of_trace(trace, user_peak, of_rank(capture, trace)) for trace in traces])
+    if user_peak is None and capture is None:
+        return joined([_by_names(trace) for trace in traces])
+    placements = (placed(trace, user_peak, of_rank(capture, trace)) for trace in traces)
+    return joined([_of_traces([trace], [placement])[0] for trace, placement in zip(traces, placements, strict=True)])
 
 
 def joined(parts: Sequence[Roofline]) -> Roofline:
@@ -103,40 +107,42 @@ def joined(parts: Sequence[Roofline]) -> Roofline:
     return Roofline(**frames, timed_on=next(source for source in ("gpu", "host", "nothing") if source in timed))
 
 
-def _of_trace(trace: Trace, peak: Peak | None, capture: Trace | None) -> Roofline:
-    placement = placed(trace, peak, capture)
-    steps, whole = utilisation(trace, placement)
+@of_each
+def _by_names(traces: Sequence[Trace]) -> Iterable[Roofline]:
+    return _of_traces(traces, [placed(trace) for trace in traces])
+
+
+def _of_traces(traces: Sequence[Trace], placements: Sequence[PlacedCalls]) -> list[Roofline]:
+    utilised = utilisation(traces, placements)
     # over the whole steps in which the quantity is known; no row where none is
-    complete = steps.filter("complete").select(pl.col(QUANTITIES).cast(pl.Float64))
-    spread = [(v.name, v.mean(), v.min(), v.max(), v.count()) for v in complete if v.count()]
-    names = dict(trace.devices[["device", "name"]].rows())
-    devices = [
-        (device, names.get(device), *((peak.name, None) if isinstance(peak, Peak) else (None, peak)))
-        for device, peak in placement.devices.items()
-    ]
+    of_steps = stacked(steps for steps, _ in utilised).filter("complete")
+    quantities = unstacked(of_steps.select(TRACE, pl.col(QUANTITIES).cast(pl.Float64)), traces)
     # GPU work that no modelled call owns, with the first reason that holds
-    rest = np.flatnonzero(placement.modelled.work_owner < 0)
-    work = gpu_work(trace)[rest]
-    ops = work["op"].drop_nulls().unique()
-    group = placement.modelled.group[forest(trace).position[ops.to_numpy()]]
-    reasons = placement.modelled.groups["reason"].to_list()
-    about = pl.DataFrame(
-        {
-            "op": ops,
-            "op_name": trace.events["name"][ops],
-            "failed": pl.Series([reasons[at] if at >= 0 else None for at in group.tolist()], dtype=pl.String),
-            "recorded": np.isin(ops.to_numpy(), trace.tensors["event"].to_numpy()),
-        }
+    every = stepped_work(traces).with_columns(
+        link=pl.Series(np.concatenate([each.modelled.link for each in placements])),
+        owner=pl.Series(np.concatenate([each.modelled.work_owner for each in placements])),
     )
-    replays = placement.modelled.unmapped.select("event", replay="reason")
-    work = (
-        work.with_columns(
-            trace.events["name"][work["launch"]].alias("call"),
-            pl.Series("link", placement.modelled.link[rest]),
-            gpu_ns=pl.col("end_ns") - pl.col("start_ns"),
+    rest = every.filter(pl.col("owner") < 0)
+    about = []
+    for trace, placement, own in zip(traces, placements, unstacked(rest, traces), strict=True):
+        ops = own["op"].drop_nulls().unique()
+        group = placement.modelled.group[forest(trace).position[ops.to_numpy()]]
+        reasons = placement.modelled.groups["reason"].to_list()
+        about.append(
+            pl.DataFrame(
+                {
+                    "op": ops,
+                    "op_name": trace.events["name"][ops],
+                    "failed": pl.Series([reasons[at] if at >= 0 else None for at in group.tolist()], dtype=pl.String),
+                    "recorded": np.isin(ops.to_numpy(), trace.tensors["event"].to_numpy()),
+                }
+            )
         )
-        .join(about, on="op", how="left", maintain_order="left")
-        .join(replays, on="event", how="left")
+    replays = stacked(each.modelled.unmapped for each in placements).select(TRACE, "event", replay="reason")
+    work = (
+        rest.with_columns(of_events(traces, rest, "launch", "name").alias("call"))
+        .join(stacked(about), on=[TRACE, "op"], how="left", maintain_order="left")
+        .join(replays, on=[TRACE, "event"], how="left")
     )
     in_graph = pl.col("op").is_null() & pl.col("call").str.contains("GraphLaunch", literal=True)
     whys = (
@@ -153,29 +159,47 @@ def _of_trace(trace: Trace, peak: Peak | None, capture: Trace | None) -> Rooflin
         "failed",
         pl.lit("no model for this operator"),
     )
-    tables = {
-        "operators": _operators(trace, placement),
-        "steps": steps,
-        "whole": whole,
-        "spread": pl.DataFrame(spread, schema=SPREAD, orient="row"),
-        "unmodelled": work.group_by(pl.coalesce("op_name", "name").alias("name"), reason.alias("reason"))
-        .agg(pl.len().alias("count"), pl.col("gpu_ns").sum())
-        .sort("gpu_ns", "name", "reason", descending=[True, False, False])
-        .pipe(as_declared, UNMODELLED),
-        "devices": pl.DataFrame(devices, schema=DEVICES, orient="row").sort("device"),
-    }
-    rank = pl.Series("rank", [trace.rank], dtype=pl.Int32)
-    timed = "gpu" if placement.modelled.link.size else "host" if placement.calls["time_ns"].count() else "nothing"
-    for frame in tables.values():
-        frame.insert_column(0, rank.new_from_index(0, frame.height))
-    return Roofline(**tables, timed_on=timed)
-
-
-def _operators(trace: Trace, placement: PlacedCalls) -> pl.DataFrame:
-    keys = ["name", "shapes", "types", "arithmetic", "evidence", "matrix", "rate", "memory_rate"]
-    named = placement.calls.join(
-        placement.modelled.groups[["group", "name", "shapes", "types"]], on="group", how="left"
+    unmodelled = (
+        work.group_by(TRACE, pl.coalesce("op_name", "name").alias("name"), reason.alias("reason"))
+        .agg(pl.len().alias("count"), pl.col("ns").sum().alias("gpu_ns"))
+        .sort(TRACE, "gpu_ns", "name", "reason", descending=[False, True, False, False])
     )
+    out = []
+    for trace, placement, (steps, whole), values, operators, others in zip(
+        traces,
+        placements,
+        utilised,
+        quantities,
+        unstacked(_operators(traces, placements), traces),
+        unstacked(unmodelled, traces),
+        strict=True,
+    ):
+        spread = [(v.name, v.mean(), v.min(), v.max(), v.count()) for v in values if v.count()]
+        names = dict(trace.devices[["device", "name"]].rows())
+        devices = [
+            (device, names.get(device), *((peak.name, None) if isinstance(peak, Peak) else (None, peak)))
+            for device, peak in sorted(placement.devices.items())
+        ]
+        tables = {
+            "operators": operators.pipe(as_declared, OPERATORS),
+            "steps": steps,
+            "whole": whole,
+            "spread": pl.DataFrame(spread, schema=SPREAD, orient="row"),
+            "unmodelled": others.pipe(as_declared, UNMODELLED),
+            "devices": pl.DataFrame(devices, schema=DEVICES, orient="row"),
+        }
+        rank = pl.Series("rank", [trace.rank], dtype=pl.Int32)
+        for frame in tables.values():
+            frame.insert_column(0, rank.new_from_index(0, frame.height))
+        timed = "gpu" if placement.modelled.link.size else "host" if placement.calls["time_ns"].count() else "nothing"
+        out.append(Roofline(**tables, timed_on=timed))
+    return out
+
+
+def _operators(traces: Sequence[Trace], placements: Sequence[PlacedCalls]) -> pl.DataFrame:
+    keys = [TRACE, "name", "shapes", "types", "arithmetic", "evidence", "matrix", "rate", "memory_rate"]
+    groups = stacked(each.modelled.groups[["group", "name", "shapes", "types"]] for each in placements)
+    named = stacked(each.calls for each in placements).join(groups, on=[TRACE, "group"], how="left")
     sums = named.group_by(keys, maintain_order=True).agg(
         pl.len().alias("count"),
         pl.when(pl.col("time_ns").is_not_null().any()).then(pl.col("time_ns").sum()).alias("total_ns"),
@@ -184,12 +208,15 @@ def _operators(trace: Trace, placement: PlacedCalls) -> pl.DataFrame:
         roofline=pl.col("roofline_ns").sum(),
         known=pl.col("roofline_ns").is_not_null().all(),
     )
-    whole = int(launched_work(trace).duration_ns.sum()) or int(sums["total_ns"].sum())
+    on_gpu = pl.Series("gpu_ns", [int(launched_work(trace).duration_ns.sum()) for trace in traces], dtype=pl.Int64)
+    in_calls = pl.col("total_ns").sum().over(TRACE)
+    whole = pl.when(pl.col("gpu_ns") > 0).then("gpu_ns").otherwise(in_calls).clip(lower_bound=1)
     time, timed = pl.col("total_ns"), pl.col("total_ns") > 0
     over = pl.col("compute_ns") > pl.col("memory_ns")
     return (
-        sums.with_columns(
-            fraction=time / max(whole, 1),
+        sums.hstack([on_gpu[sums[TRACE]]])
+        .with_columns(
+            fraction=quotient(time, whole),
             intensity=pl.when(pl.col("bytes") > 0).then(pl.col("flops") / pl.col("bytes")),
             flop_rate=pl.when(timed).then(pl.col("flops") / time * 1e9),
             byte_rate=pl.when(timed).then(pl.col("bytes") / time * 1e9),
@@ -199,8 +226,9 @@ def _operators(trace: Trace, placement: PlacedCalls) -> pl.DataFrame:
             roofline_fraction=pl.when(pl.col("known") & timed).then(pl.col("roofline") / time),
             bound=pl.when("known").then(pl.when(over).then(pl.lit("compute")).otherwise(pl.lit("memory"))),
         )
-        .sort("total_ns", "flops", "name", "shapes", descending=[True, True, False, False], nulls_last=True)
-        .pipe(as_declared, OPERATORS)
+        .sort(
+            TRACE, "total_ns", "flops", "name", "shapes", descending=[False, True, True, False, False], nulls_last=True
+        )
     )
 
 

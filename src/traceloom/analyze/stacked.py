@@ -6,7 +6,7 @@ of several are grouped, joined and sorted by together with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
 from itertools import pairwise
 
 import numpy as np
@@ -26,7 +26,7 @@ def stacked(frames: Iterable[pl.DataFrame]) -> pl.DataFrame:
     return pl.concat(parts)
 
 
-def unstacked(rows: pl.DataFrame, traces: Sequence[Trace]) -> list[pl.DataFrame]:
+def unstacked(rows: pl.DataFrame, traces: Sized) -> list[pl.DataFrame]:
     """The rows of each trace without the column `trace`, by which they are sorted."""
     bounds = np.searchsorted(rows[TRACE].to_numpy(), np.arange(len(traces) + 1)).tolist()
     columns = rows.clone()
@@ -34,7 +34,20 @@ def unstacked(rows: pl.DataFrame, traces: Sequence[Trace]) -> list[pl.DataFrame]
     return [columns[low:high] for low, high in pairwise(bounds)]
 
 
+def gathered(columns: Sequence[pl.Series], rows: pl.DataFrame, by: str) -> pl.Series:
+    """From the column of each trace the value at the place `by` of each row; null where that is null."""
+    parts = unstacked(rows[[TRACE, by]], columns)
+    return pl.concat([column[part[by]] for column, part in zip(columns, parts, strict=True)])
+
+
 def of_events(traces: Sequence[Trace], rows: pl.DataFrame, by: str, name: str) -> pl.Series:
     """A column of the traces' events, for the event in the column `by` of each row; null where that is null."""
-    parts = unstacked(rows[[TRACE, by]], traces)
-    return pl.concat([trace.events[name][part[by]] for trace, part in zip(traces, parts, strict=True)])
+    return gathered([trace.events[name] for trace in traces], rows, by)
+
+
+def quotient(value: pl.Expr, by: pl.Expr) -> pl.Expr:
+    """A column divided by what is one number in each trace, with the digits of the rows of that trace alone.
+
+    Polars multiplies a column with the reciprocal of a number, but divides a single row by it.
+    """
+    return pl.when(pl.len().over(TRACE) == 1).then(value / by).otherwise(value * (1.0 / by))

@@ -69,7 +69,11 @@ def schema(*columns: str | Mapping[str, pl.DataType | type[pl.DataType]]) -> pl.
 
 def as_declared(frame: pl.DataFrame, columns: Mapping[str, pl.DataType | type[pl.DataType]]) -> pl.DataFrame:
     """The columns of a schema, in its order and of its types; a frame's other columns are left out."""
-    return pl.DataFrame([frame[name].cast(kind) for name, kind in columns.items()])  # a query takes five times as long
+    declared = frame[list(columns)]
+    for at, (present, kind) in enumerate(zip(declared.dtypes, columns.values(), strict=True)):
+        if present != kind:  # one by one, since a query takes five times as long
+            declared.replace_column(at, declared.to_series(at).cast(kind))
+    return declared
 
 
 def rows(frame: pl.DataFrame) -> list[Any]:

@@ -68,11 +68,13 @@ def build(session: Session, options: ReportOptions | None = None, *, beside: boo
     part = selected(session, options)
     absent = Absent(part.epoch_ns, reasons(chosen_sections))
     faults = Faults(options.only)
-    with begun_findings(whole, options, part.epoch_ns, beside=beside) as findings_of:
+    with (
+        begun_findings(whole, options, part.epoch_ns, beside=beside) as findings_of,
+        together(whole.traces),
+        together(part.traces),
+    ):
         # All of one rank before the next: what several sections need of a trace is worked out once and then forgotten,
         # so that a run of many ranks needs the memory of one, or of several small ones that are looked at together.
-        together(whole.traces)
-        together(part.traces)
         ranks: list[Measured] = []
         results: dict[str, list[Any]] = {chosen_section.key: [] for chosen_section in chosen_sections}
         for trace, shown in zip(whole.traces, part.traces, strict=True):

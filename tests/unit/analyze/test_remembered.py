@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from msgspec import Struct
 
 from traceloom.analyze import remembered
-from traceloom.analyze.remembered import made_from, per_trace, size_of
+from traceloom.analyze.remembered import made_from, of_each, per_trace, size_of, together
 from traceloom.model import Trace
 from traceloom.testing import TraceBuilder
 
@@ -85,6 +86,56 @@ def test_what_is_made_from_something_is_made_again_from_something_else() -> None
     name(first, equal)  # equal is not the same
     name(first, source)
     assert made[2:] == [(1, "x"), (1, "x")]
+
+
+def test_small_traces_that_follow_each_other_are_looked_at_at_once_for_as_long_as_they_are_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(remembered, "MOST_EVENTS", 4)
+    asked: list[list[int]] = []
+
+    @of_each
+    def height(traces: Sequence[Trace]) -> list[int]:
+        heights = [trace.events.height for trace in traces]
+        asked.append(heights)
+        return heights
+
+    def made(events: int) -> Trace:
+        builder = TraceBuilder()
+        for i in range(events):
+            builder = builder.op("a", 2 * i, 1)
+        return builder.build()
+
+    traces = [made(events) for events in (1, 2, 0, 3, 1, 9, 2, 2)]
+    with together(traces):
+        assert [height(trace) for trace in traces] == [1, 2, 0, 3, 1, 9, 2, 2]
+        assert asked == [[1, 2, 0], [3, 1], [9], [2, 2]]
+        assert [height(traces[7]), height(traces[6])] == [2, 2]
+        assert height(made(5)) == 5  # of no group
+        with together(traces[:2]):
+            assert height(traces[1]) == 2
+        assert asked[4:] == [[5], [1, 2]]
+    assert [height(traces[3]), height(traces[3])] == [3, 3]
+    assert asked[6:] == [[3], [3]]
+
+
+def test_what_is_kept_of_each_trace_is_kept_of_those_that_are_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remembered, "MOST_BYTES", 10)
+    asked: list[Trace] = []
+
+    @per_trace
+    def starts(trace: Trace) -> pl.Series:
+        asked.append(trace)
+        return trace.events["start_ns"]
+
+    first, second, third = (TraceBuilder().op("a", 0, 1).op("a", 2, 1).build() for _ in range(3))
+    with together([first, second]):
+        for trace in (first, second, first, second):
+            starts(trace)
+        assert asked == [first, second]  # each is larger than what may be kept of others
+        for trace in (third, first):
+            starts(trace)
+    assert asked[2:] == [third, first]
 
 
 def test_the_size_of_a_result_is_that_of_its_arrays_and_frames() -> None:

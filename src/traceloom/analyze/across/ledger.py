@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.classify import gpu_work
+from traceloom.analyze.classify import stepped_work
 from traceloom.analyze.host import main_lane
 from traceloom.analyze.host_wait import Stretches, split_by_activity
 from traceloom.analyze.idle import idle
 from traceloom.analyze.idle_causes import CAUSES, HOST_CAUSES
 from traceloom.analyze.intervals import coverage, merge, union
+from traceloom.analyze.stacked import TRACE, stacked, unstacked
 from traceloom.array_types import Ints
 from traceloom.model import Trace
 from traceloom.model.frames import as_declared, schema
@@ -53,21 +55,55 @@ class Ledger:
         return np.searchsorted(self.time_ns, time_ns)
 
 
-def ledger(trace: Trace, calls: pl.DataFrame) -> Ledger:
-    """Account for the time of a rank.
+def ledgers(traces: Sequence[Trace], calls: pl.DataFrame) -> list[Ledger]:
+    """Account for the time of each rank.
 
     Args:
-        trace: Its trace.
-        calls: Its communication, of `collectives(...).calls`.
+        traces: Their traces.
+        calls: Their communication, of `collectives(...).calls` (`stacked`).
     """
-    work = gpu_work(trace)
+    work = stepped_work(traces)
     # the device that communicates most, else the one that works most; one whose work takes no time is none
-    timed = work.filter(pl.col("end_ns") > pl.col("start_ns"))
-    of = calls.filter(pl.col("device").is_in(timed["device"].unique().implode())).select("device", ns="duration_ns")
-    if not of.height:
-        of = timed.drop_nulls("device").select("device", ns=pl.col("end_ns") - pl.col("start_ns"))
-    most = of.group_by("device").agg(pl.col("ns").sum()).sort("ns", "device", descending=[True, False])
-    device = int(most["device"][0]) if most.height else None
+    keys = [TRACE, "device"]
+    timed = work.filter(pl.col("ns") > 0).drop_nulls("device")
+    talking = calls.join(timed[keys].unique(), on=keys, how="semi")
+    of = pl.concat(
+        [talking.select(*keys, talks=True, ns="duration_ns"), timed.select(*keys, pl.lit(False).alias("talks"), "ns")]
+    )
+    most = (
+        of.group_by(*keys, "talks")
+        .agg(pl.col("ns").sum())
+        .sort(TRACE, "talks", "ns", "device", descending=[False, True, True, False])
+    )
+    devices = dict(reversed(most[keys].rows()))  # the first of each trace
+    by_device = work.partition_by(keys, as_dict=True)
+    accounts = []
+    for number, (trace, own) in enumerate(zip(traces, unstacked(calls, traces), strict=True)):
+        device = devices.get(number)
+        of_device = None if device is None else by_device[number, device]
+        accounts.append(_account(trace, own, of_device))
+    named = stacked(details for *_, details in accounts).filter(pl.col("name").is_not_null())
+    summed = named.group_by(TRACE, "stretch", "class", "name").agg(pl.col("ns").sum())
+    largest = (
+        summed.sort(TRACE, "stretch", "class", "ns", "name", descending=[False, False, False, True, False])
+        .group_by(TRACE, "stretch", "class", maintain_order=True)
+        .head(_MOST_NAMES)
+    )
+    return [
+        Ledger(moments, sums, details.pipe(as_declared, DETAIL_SCHEMA), devices.get(number))
+        for number, ((moments, sums, _), details) in enumerate(zip(accounts, unstacked(largest, traces), strict=True))
+    ]
+
+
+def _account(trace: Trace, calls: pl.DataFrame, work: pl.DataFrame | None) -> tuple[Ints, Ints, pl.DataFrame]:
+    """The moments and sums of a `Ledger`, and all that ran in its stretches: stretch, class, name, ns.
+
+    Args:
+        trace: The trace.
+        calls: Its communication.
+        work: The work of the device that the account is about; None for that of the main thread.
+    """
+    device = None if work is None else work["device"][0]
     own_calls = calls.filter(pl.col("where") == "host" if device is None else pl.col("device") == device)
     starts = own_calls["start_ns"].to_numpy()
     ends = starts + own_calls["duration_ns"].to_numpy()
@@ -76,22 +112,21 @@ def ledger(trace: Trace, calls: pl.DataFrame) -> Ledger:
     moments = np.unique(np.concatenate([starts, ends, edges, *steps]))
     sums = np.zeros((moments.size, len(CLASSES)), dtype=np.int64)
     details = []
-    if device is None:  # the main thread's time
+    if work is None:  # the main thread's time
         waits = _main_thread(trace, moments[:-1], moments[1:])
     else:
-        of_device = work.filter(pl.col("device") == device)
-        sums[:, :3], ran = _busy(of_device, moments)
+        sums[:, :3], ran = _busy(work, moments)
         details.append(ran)
         gaps = idle(trace).gaps.filter(pl.col("device") == device)
         idling = gaps.select("start_ns", "duration_ns", pl.col("cause").cast(pl.String), name="host_activity")
         # before the first and after the last GPU work: what the main thread did, cut at the moments
-        first, last = of_device["start_ns"].to_numpy().min(), of_device["end_ns"].to_numpy().max()
+        first, last = work["start_ns"].to_numpy().min(), work["end_ns"].to_numpy().max()
         before, after = moments[:-1] < first, moments[1:] > last
         start = np.concatenate([moments[:-1][before], np.maximum(moments[:-1][after], last)])
         end = np.concatenate([np.minimum(moments[1:][before], first), moments[1:][after]])
         waits = pl.concat([idling, _main_thread(trace, start[end > start], end[end > start])])
     stretch = np.searchsorted(moments, waits["start_ns"].to_numpy(), side="right") - 1
-    if device is None:  # where it waits while another thread communicates, that is communication
+    if work is None:  # where it waits while another thread communicates, that is communication
         talks = coverage(union(starts, ends), moments[:-1], moments[1:]) > 0
         waiting = waits["cause"].is_in(["host_unobserved", "host_blocking_call", "host_lock"]).to_numpy()
         meant = pl.Series(talks[np.minimum(stretch, max(talks.size - 1, 0))] & waiting if talks.size else waiting)
@@ -102,15 +137,8 @@ def ledger(trace: Trace, calls: pl.DataFrame) -> Ledger:
     sums += np.cumsum(waited, axis=0)
     in_stretch = pl.Series("stretch", stretch, dtype=pl.Int64)
     details.append(waits.select(in_stretch, pl.col("cause").alias("class"), "name", ns="duration_ns"))
-    named = pl.concat(details).filter(pl.col("name").is_not_null() & bool(calls.height))
-    summed = named.group_by("stretch", "class", "name").agg(pl.col("ns").sum())
-    largest = (
-        summed.sort("stretch", "class", "ns", "name", descending=[False, False, True, False])
-        .group_by("stretch", "class", maintain_order=True)
-        .head(_MOST_NAMES)
-        .pipe(as_declared, DETAIL_SCHEMA)
-    )
-    return Ledger(moments, sums, largest, device)
+    every = pl.concat(details)
+    return moments, sums, every if calls.height else every.clear()
 
 
 def _busy(work: pl.DataFrame, moments: Ints) -> tuple[Ints, pl.DataFrame]:
@@ -126,7 +154,7 @@ def _busy(work: pl.DataFrame, moments: Ints) -> tuple[Ints, pl.DataFrame]:
         pl.Series("stretch", np.searchsorted(moments, start, side="right") - 1, dtype=pl.Int64),
         pl.Series("class", np.array(CLASSES[:3])[category]),
         "name",
-        ns=pl.col("end_ns") - pl.col("start_ns"),
+        "ns",
     )
     return np.stack([computed, seen - computed, worked - seen], axis=1), ran
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
 from traceloom.analyze.ancestry import forest
-from traceloom.analyze.classify import gpu_work
+from traceloom.analyze.classify import stepped_work
 from traceloom.analyze.collective.calls import sum_or_null
+from traceloom.analyze.stacked import TRACE, stacked, unstacked
 from traceloom.analyze.vocabulary import Vocabulary, vocabulary
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.arrays import column
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 
 MEASURES = ("compute_ns", "embedding_ns", "exchanged_bytes", "tokens", "memory_bytes")
 LOAD_SCHEMA = schema("step", *MEASURES)
@@ -24,46 +26,58 @@ LOAD_SCHEMA = schema("step", *MEASURES)
 # Kernels of embedding tables: PyTorch's, FBGEMM's table-batched ones, and TorchRec's by their op.
 EMBEDDING = r"(?i)embedding|split_?emb|_tbe_|\btbe\b"
 NO_TABLE = r"(?i)rotary|rope|position"
-_NS = pl.col("end_ns") - pl.col("start_ns")
 
 
-def load_per_step(trace: Trace, calls: pl.DataFrame) -> pl.DataFrame:
-    """The load of each step; one row with step null for a trace without steps.
+def load_per_step(traces: Sequence[Trace], calls: pl.DataFrame) -> pl.DataFrame:
+    """The load of each step of each trace; one row with step null for a trace without steps.
+
+    Args:
+        traces: Traces.
+        calls: Their communication, of `collectives(...).calls` (`stacked`).
 
     Returns:
-        step, compute_ns (sum of compute kernels launched in the step), embedding_ns (of them, those of embedding
+        trace, step, compute_ns (sum of compute kernels launched in the step), embedding_ns (of them, those of embedding
         tables by name or by the op around their launch; null where none ran in the whole trace), exchanged_bytes
         (sent in all-to-alls; null where unknown), tokens (indices looked up in the largest table of
         `aten::embedding`; null where shapes are not recorded), memory_bytes (most that was allocated on a device;
         null where allocations are not recorded).
     """
-    stepped = trace.steps.height > 0
-    steps = trace.steps[["step"]] if stepped else pl.DataFrame({"step": [None]}, schema={"step": pl.Int32()})
-    exchanged = calls.filter(pl.col("kind") == "all_to_all").select("step", exchanged_bytes="in_bytes")
-    on_device = trace.allocations.filter(~pl.col("device_type").str.starts_with("cpu"))
-    memory = on_device.select("step", memory_bytes="allocated_bytes")
-    work = gpu_work(trace).filter(pl.col("category") == "compute")
-    words = vocabulary(trace)
-    by_name = _tables(words)[words.code[work["event"].to_numpy()]]
-    of_table = pl.when(pl.Series(by_name | _below_tables(trace, work["op"]))).then(_NS).otherwise(0)
-    compute = work.select(trace.events["step"][work["event"]], _NS.alias("compute_ns"), of_table.alias("embedding_ns"))
-    out = steps
-    for part in (compute, exchanged, _tokens(trace), memory):
-        rows = part if stepped else part.with_columns(pl.lit(None, pl.Int32).alias("step"))
-        values = [name for name in rows.columns if name != "step"]
+    none = pl.DataFrame({"step": [None]}, schema={"step": pl.Int32()})
+    out = stacked(trace.steps[["step"]] if trace.steps.height else none for trace in traces)
+    unstepped = pl.Series([not trace.steps.height for trace in traces])
+    exchanged = calls.filter(pl.col("kind") == "all_to_all").select(TRACE, "step", exchanged_bytes="in_bytes")
+    allocations = stacked(trace.allocations[["device_type", "step", "allocated_bytes"]] for trace in traces)
+    on_device = allocations.filter(~pl.col("device_type").str.starts_with("cpu"))
+    memory = on_device.select(TRACE, "step", memory_bytes="allocated_bytes")
+    work = stepped_work(traces).filter(pl.col("category") == "compute")
+    of_table = [_of_tables(trace, own) for trace, own in zip(traces, unstacked(work, traces), strict=True)]
+    of_table_ns = pl.when(pl.Series(np.concatenate(of_table))).then("ns").otherwise(0)
+    compute = work.select(TRACE, "step", compute_ns="ns", embedding_ns=of_table_ns)
+    for part in (compute, exchanged, stacked(map(_tokens, traces)), memory):
+        rows = part
+        if unstepped.any():
+            rows = part.with_columns(pl.when(~unstepped[part[TRACE]]).then("step").alias("step"))
+        values = [name for name in rows.columns if name not in {TRACE, "step"}]
         # a sum that lacks a value is not known
         whole = [sum_or_null(name) for name in values]
-        sums = rows.group_by("step").agg([pl.col("memory_bytes").max()] if part is memory else whole)
-        out = out.join(sums, on="step", how="left", nulls_equal=True, maintain_order="left")
-    embeds = bool((out["embedding_ns"] > 0).any())
-    embedding = pl.col("embedding_ns").fill_null(0) if embeds else pl.lit(None, pl.Int64)
-    return out.select("step", pl.col("compute_ns").fill_null(0), embedding.alias("embedding_ns"), *MEASURES[2:]).cast(
-        dict(LOAD_SCHEMA)  # type: ignore[arg-type]
-    )
+        sums = rows.group_by(TRACE, "step").agg([pl.col("memory_bytes").max()] if part is memory else whole)
+        out = out.join(sums, on=[TRACE, "step"], how="left", nulls_equal=True, maintain_order="left")
+    embeds = (pl.col("embedding_ns") > 0).any().over(TRACE)
+    embedding = pl.when(embeds).then(pl.col("embedding_ns").fill_null(0))
+    return out.select(
+        TRACE, "step", pl.col("compute_ns").fill_null(0), embedding.alias("embedding_ns"), *MEASURES[2:]
+    ).pipe(as_declared, {TRACE: pl.UInt32(), **LOAD_SCHEMA})
 
 
 def _tables(words: Vocabulary) -> NDArray[np.bool_]:
     return words.matching(EMBEDDING) & ~words.matching(NO_TABLE)
+
+
+def _of_tables(trace: Trace, work: pl.DataFrame) -> NDArray[np.bool_]:
+    """Which pieces of work are of embedding tables, by name or because the op that launched them lies inside one."""
+    words = vocabulary(trace)
+    by_name: NDArray[np.bool_] = _tables(words)[words.code[work["event"].to_numpy()]]
+    return by_name | _below_tables(trace, work["op"])
 
 
 def _below_tables(trace: Trace, op: pl.Series) -> NDArray[np.bool_]:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.across.ledger import CLASSES, ClassType, Ledger, ledger
+from traceloom.analyze.across.ledger import CLASSES, ClassType, Ledger, ledgers
 from traceloom.analyze.across.load import load_per_step
 from traceloom.analyze.classify import gpu_work
 from traceloom.analyze.collective.bandwidth import DeviceLink, link_of
 from traceloom.analyze.collective.collectives import collectives
 from traceloom.analyze.collective.groups import declared_groups
 from traceloom.analyze.intervals import coverage, difference, union
+from traceloom.analyze.remembered import of_each
+from traceloom.analyze.stacked import stacked, unstacked
 from traceloom.model import Trace
 from traceloom.model.frames import schema
 
@@ -60,26 +63,34 @@ def rank_part(trace: Trace) -> RankPart:
     kept = _KEPT.get(number)
     if kept is not None and kept[0]() is trace:
         return kept[1]
-    calls = collectives(trace).calls
-    used = set(calls["device"].drop_nulls())
-    names = [row["name"] for row in trace.devices.to_dicts() if row["device"] in used]
-    part = RankPart(
-        trace.rank,
-        trace.meta.host,
-        trace.meta.world_size,
-        calls,
-        declared_groups(trace),
-        trace.steps[["step", "name", "start_ns", "end_ns", "complete"]],
-        ledger(trace, calls),
-        load_per_step(trace, calls),
-        link_of(names[0]) if names else None,
-        stage_times(trace, calls),
-    )
+    part = _of_each(trace)
     _KEPT[number] = (weakref.ref(trace, lambda _gone: _KEPT.pop(number, None)), part)
     return part
 
 
 _KEPT: dict[int, tuple[weakref.ref[Trace], RankPart]] = {}
+
+
+@of_each
+def _of_each(traces: Sequence[Trace]) -> Iterable[RankPart]:
+    all_calls = [collectives(trace).calls for trace in traces]
+    calls_of_all = stacked(all_calls)
+    loads = unstacked(load_per_step(traces, calls_of_all), traces)
+    for trace, calls, account, load in zip(traces, all_calls, ledgers(traces, calls_of_all), loads, strict=True):
+        used = set(calls["device"].drop_nulls())
+        names = [row["name"] for row in trace.devices.to_dicts() if row["device"] in used]
+        yield RankPart(
+            trace.rank,
+            trace.meta.host,
+            trace.meta.world_size,
+            calls,
+            declared_groups(trace),
+            trace.steps[["step", "name", "start_ns", "end_ns", "complete"]],
+            account,
+            load,
+            link_of(names[0]) if names else None,
+            stage_times(trace, calls),
+        )
 
 
 def breakdown_per_step(part: RankPart) -> pl.DataFrame:

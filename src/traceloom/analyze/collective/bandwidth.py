@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib.resources import files
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import polars as pl
 from msgspec import Struct
 
+from traceloom.analyze.stacked import TRACE
 from traceloom.model import Trace
 
 _RANKS = pl.when(pl.col("group_size") > 0).then(pl.col("group_size").cast(pl.Int64))
@@ -83,33 +84,35 @@ def _by_kind(table: dict[str, Any]) -> pl.Expr:
     return pl.coalesce(pl.when(pl.col("kind") == kind).then(value) for kind, value in table.items())
 
 
-def with_peaks(calls: pl.DataFrame, trace: Trace, peak_gb_per_s: float | None = None) -> pl.DataFrame:
+def with_peaks(calls: pl.DataFrame, traces: Sequence[Trace], peak_gb_per_s: float | None = None) -> pl.DataFrame:
     """Add `link`, `link_peak_gb_per_s` and `link_fraction`; null where the group may leave the host.
 
     Args:
-        calls: With `members`, `group_size`, `device`, `bus_gb_per_s`.
-        trace: One process's trace.
+        calls: With `trace` (see `stacked`), `members`, `group_size`, `device`, `bus_gb_per_s`.
+        traces: Whose calls they are.
         peak_gb_per_s: The user's own: of one device in one direction, for every group.
     """
     if peak_gb_per_s is not None:
         return against_peak(calls, peak_gb_per_s)
-    links = {row["device"]: link_of(row["name"]) for row in trace.devices.to_dicts()}
-    names = {device: link.name for device, link in links.items() if link}
-    peaks = {device: link.peak_gb_per_s for device, link in links.items() if link}
-    world_size, visible = trace.meta.world_size, trace.devices.height
-    # A group stays inside one host if the whole job does, or if all members are in one block of as many ranks as the
-    # host has visible devices (launchers number ranks host by host).
-    inside = pl.lit(value=False)
-    if world_size is not None and 1 < world_size <= visible:
-        inside = pl.lit(value=True)
-    elif visible > 1:
-        members = pl.col("members").list
-        inside = ((members.min() // visible) == (members.max() // visible)).fill_null(value=False)
-    return _with_fraction(
-        calls,
-        pl.when(inside).then(_looked_up("device", names, pl.String())),
-        pl.when(inside).then(_looked_up("device", peaks, pl.Float64())),
-    )
+    rows: list[tuple[int, int, str, float]] = []
+    inside = []
+    for number, trace in enumerate(traces):
+        for device, name in trace.devices[["device", "name"]].iter_rows():
+            if link := link_of(name):
+                rows.append((number, device, link.name, link.peak_gb_per_s))
+        # A group stays inside one host if the whole job does, or if all members are in one block of as many ranks as
+        # the host has visible devices (launchers number ranks host by host).
+        world_size, visible = trace.meta.world_size, trace.devices.height
+        inside.append((world_size is not None and 1 < world_size <= visible, visible))
+    columns = {TRACE: pl.UInt32(), "device": pl.Int32(), "on_link": pl.String(), "on_peak": pl.Float64()}
+    links = pl.DataFrame(rows, schema=columns, orient="row")
+    hosts = pl.DataFrame(inside, schema={"whole": pl.Boolean(), "visible": pl.Int32()}, orient="row")
+    members, size = pl.col("members").list, pl.col("visible")
+    in_block = (size > 1) & ((members.min() // size) == (members.max() // size))
+    joined = calls.join(links, on=[TRACE, "device"], how="left", maintain_order="left")
+    within = pl.when(pl.col("whole") | in_block.fill_null(value=False))
+    linked = joined.hstack(hosts[joined[TRACE]])
+    return _with_fraction(linked, within.then("on_link"), within.then("on_peak"))
 
 
 def against_peak(calls: pl.DataFrame, peak_gb_per_s: float) -> pl.DataFrame:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,8 @@ from traceloom.analyze.collective.calls import PhaseType, WhereType, communicati
 from traceloom.analyze.collective.kernel_names import with_names
 from traceloom.analyze.intervals import Spans, coverage, union
 from traceloom.analyze.per_step import per_step, whole_steps
-from traceloom.analyze.remembered import per_trace
+from traceloom.analyze.remembered import of_each, per_trace
+from traceloom.analyze.stacked import TRACE, of_events, stacked, unstacked
 from traceloom.analyze.waits import stream_waits
 from traceloom.array_types import Bools, Ints
 from traceloom.errors import InputError
@@ -78,8 +79,19 @@ def collectives(trace: Trace, rules: Iterable[Rule] = (), *, peak_gb_per_s: floa
         rules: Kernel rules of the user's, before the built-in table.
         peak_gb_per_s: Peak of the link of one device in one direction, for groups of which it is not known.
     """
-    rows = _without_rules(trace) if peak_gb_per_s is None and not rules else _rows(trace, tuple(rules), peak_gb_per_s)
-    keys = list(SUMMARY_KEYS)
+    if peak_gb_per_s is None and not rules:
+        return _summed(trace)
+    return next(iter(_collectives([trace], _rows([trace], tuple(rules), peak_gb_per_s))))
+
+
+@of_each
+def _summed(traces: Sequence[Trace]) -> Iterable[Collectives]:
+    return _collectives(traces, [_without_rules(trace) for trace in traces])
+
+
+def _collectives(traces: Sequence[Trace], calls: Sequence[pl.DataFrame]) -> Iterable[Collectives]:
+    rows = stacked(calls)
+    keys = [TRACE, *SUMMARY_KEYS]
     duration = pl.col("duration_ns")
     sums = rows.group_by(keys, maintain_order=True).agg(
         pl.len().alias("count"),
@@ -94,13 +106,11 @@ def collectives(trace: Trace, rules: Iterable[Rule] = (), *, peak_gb_per_s: floa
         sum_or_null("blocking_ns"),
     )
     counted = rows.select(*keys, "step", duration.alias("total_ns"), pl.lit(1, pl.Int64).alias("call_count"))
-    spread = per_step(counted, keys, ["total_ns", "call_count"], whole_steps(trace))
-    summary = (
-        sums.join(spread, on=keys, how="left", nulls_equal=True, maintain_order="left")
-        .pipe(as_declared, SUMMARY_SCHEMA)
-        .sort("total_ns", "kind", "size_bytes", descending=[True, False, False], nulls_last=True)
+    spread = per_step(counted, keys, ["total_ns", "call_count"], stacked(map(whole_steps, traces)))
+    summary = sums.join(spread, on=keys, how="left", nulls_equal=True, maintain_order="left").sort(
+        TRACE, "total_ns", "kind", "size_bytes", descending=[False, True, False, False], nulls_last=True
     )
-    return Collectives(rows, summary)
+    return map(Collectives, calls, (part.pipe(as_declared, SUMMARY_SCHEMA) for part in unstacked(summary, traces)))
 
 
 def collectives_of(session: Session) -> pl.DataFrame:
@@ -113,72 +123,81 @@ def collectives_of(session: Session) -> pl.DataFrame:
     )
 
 
-def _rows(trace: Trace, rules: tuple[Rule, ...] = (), peak_gb_per_s: float | None = None) -> pl.DataFrame:
-    calls = communication_calls(trace, rules)
-    if (calls["where"] == "device").any():  # then host calls that only submit kernels communicate nothing themselves
-        calls = calls.filter((pl.col("where") == "device") | ~pl.col("backend").is_in(_SUBMITS))
+def _rows(
+    traces: Sequence[Trace], rules: tuple[Rule, ...] = (), peak_gb_per_s: float | None = None
+) -> list[pl.DataFrame]:
+    calls = stacked(communication_calls(trace, rules) for trace in traces)
+    # where kernels communicate, host calls that only submit them communicate nothing themselves
+    on_device = pl.col("where") == "device"
+    calls = calls.filter(on_device | ~on_device.any().over(TRACE) | ~pl.col("backend").is_in(_SUBMITS))
     if not calls.height:
-        return pl.DataFrame(schema=CALL_SCHEMA)
+        return [CALL_SCHEMA.to_frame() for _ in traces]
     duration = pl.col("end_ns") - pl.col("start_ns")
     submits = (pl.col("where") == "host") & pl.col("backend").is_in(_SUBMITS)  # its duration is not the transfer's
     # bytes per ns are 10^9 bytes per second
     rate = pl.when(duration > 0, ~submits).then(pl.col("size_bytes") / duration)
-    calls = with_sizes(_with_channels(with_names(calls), trace)).with_columns(
+    calls = with_sizes(_with_channels(with_names(calls), traces)).with_columns(
         rate.alias("algorithm_gb_per_s"), (rate * pl.col("bus_factor")).alias("bus_gb_per_s")
     )
-    calls = with_peaks(calls, trace, peak_gb_per_s)
-    kernels = calls.filter(pl.col("where") == "device")
+    calls = with_peaks(calls, traces, peak_gb_per_s)
+    kernels = calls.filter(on_device)
     # Communication that compute does not hide, and the part of it that the next compute really waited for
     exposed_ns, blocking_ns = np.zeros((2, kernels.height), dtype=np.int64)
-    columns = ["event", "device", "stream", "start_ns", "end_ns", "launch"]
-    compute = gpu_work(trace, rules).filter(pl.col("category") == "compute")[columns]
-    of_device = {part["device"][0]: part for part in compute.partition_by("device")}
-    for part in kernels.with_row_index("row").partition_by("device"):
+    work = stacked(gpu_work(trace, rules) for trace in traces)
+    columns = [TRACE, "event", "device", "stream", "start_ns", "end_ns", "launch"]
+    compute = work.filter(pl.col("category") == "compute")[columns]
+    of_device = compute.partition_by(TRACE, "device", as_dict=True)
+    for part in kernels.with_row_index("row").partition_by(TRACE, "device"):
         row = part["row"].to_numpy()
-        beside = of_device.get(part["device"][0])
+        number, device = part[[TRACE, "device"]].row(0)
+        beside = of_device.get((number, device))
         start, end = part["start_ns"].to_numpy(), part["end_ns"].to_numpy()
         if beside is None:
             exposed_ns[row] = end - start
             continue
         spans = union(beside["start_ns"].to_numpy(), beside["end_ns"].to_numpy())
         exposed_ns[row] = end - start - coverage(spans, start, end)
-        blocking_ns[row] = _blocking(trace, part, beside, spans)
-    times = pl.DataFrame({"event": kernels["event"], "exposed_ns": exposed_ns, "blocking_ns": blocking_ns})
-    return (
-        calls.join(times, on="event", how="left", maintain_order="left")
+        blocking_ns[row] = _blocking(traces[number], part, beside, spans)
+    times = kernels[[TRACE, "event"]].hstack(
+        [pl.Series("exposed_ns", exposed_ns), pl.Series("blocking_ns", blocking_ns)]
+    )
+    described = (
+        calls.join(times, on=[TRACE, "event"], how="left", maintain_order="left")
         .with_columns(
-            pl.lit(trace.rank, pl.Int32).alias("rank"),
+            pl.Series("rank", [trace.rank for trace in traces], dtype=pl.Int32)[calls[TRACE]],
             duration.alias("duration_ns"),
             pl.col("blocking_ns").replace(-1, None),
-            trace.events["start_ns"][calls["launch"]].alias("launch_ns"),
+            of_events(traces, calls, "launch", "start_ns").alias("launch_ns"),
         )
-        .pipe(as_declared, CALL_SCHEMA)
-        .sort("start_ns", "event")
+        .sort(TRACE, "start_ns", "event")
     )
+    return [part.pipe(as_declared, CALL_SCHEMA) for part in unstacked(described, traces)]
 
 
-_without_rules = per_trace(_rows)
+_without_rules = per_trace(of_each(_rows))
 
 
-def _with_channels(calls: pl.DataFrame, trace: Trace) -> pl.DataFrame:
+def _with_channels(calls: pl.DataFrame, traces: Sequence[Trace]) -> pl.DataFrame:
     """Add `channels`: NCCL and RCCL launch one thread block per channel; null for other back ends and without a grid.
 
     The grid is in no column of a trace: it is read again from the file, in one pass and for the communication kernels
     alone; also null where the file is gone or above 256 MiB.
     """
-    kernels = calls.filter(pl.col("where") == "device", pl.col("backend").is_in(["nccl", "rccl"]))["event"].sort()
-    channels: dict[int, int] = {}
-    if kernels.len() and readable(trace) and trace.meta.file_bytes <= _MOST_BYTES:
-        in_file = kernels[trace.sources["offset"][kernels].arg_sort()]
+    kernels = calls.filter(pl.col("where") == "device", pl.col("backend").is_in(["nccl", "rccl"])).sort(TRACE, "event")
+    channels: list[tuple[int, int, int]] = []
+    for number, (trace, own) in enumerate(zip(traces, unstacked(kernels, traces), strict=True)):
+        if not own.height or not readable(trace) or trace.meta.file_bytes > _MOST_BYTES:
+            continue
+        in_file = own["event"][trace.sources["offset"][own["event"]].arg_sort()]
         try:
             for event, text in zip(in_file, stretches(trace, in_file.to_numpy()), strict=False):
                 grid = _GRID.search(text)
                 if grid:
-                    channels[event] = min(int(grid[1]), np.iinfo(np.int32).max)
+                    channels.append((number, event, min(int(grid[1]), np.iinfo(np.int32).max)))
         except (InputError, OSError):
             pass
-    table = pl.DataFrame(list(channels.items()), {"event": pl.UInt32(), "channels": pl.Int32()}, orient="row")
-    return calls.join(table, on="event", how="left", maintain_order="left")
+    table = pl.DataFrame(channels, {TRACE: pl.UInt32(), "event": pl.UInt32(), "channels": pl.Int32()}, orient="row")
+    return calls.join(table, on=[TRACE, "event"], how="left", maintain_order="left")
 
 
 def _blocking(trace: Trace, kernels: pl.DataFrame, compute: pl.DataFrame, spans: Spans) -> Ints:

@@ -84,7 +84,7 @@ BACKENDS = {
 }
 
 
-def backend_of(rule: str, *, amd: bool) -> pl.Expr:
-    """The backend by the column of the rule; NCCL's kernels on a device of AMD are RCCL's."""
-    named = {**BACKENDS, "nccl": "rccl"} if amd else BACKENDS
-    return pl.col(rule).replace_strict(named, default=pl.col(rule), return_dtype=pl.String)
+def backend_of(rule: str, *, amd: pl.Series) -> pl.Expr:
+    """The backend by the column of the rule; NCCL's kernels on a device of AMD (shape (rows,)) are RCCL's."""
+    named = pl.col(rule).replace_strict(BACKENDS, default=pl.col(rule), return_dtype=pl.String)
+    return pl.when(amd & (named == "nccl")).then(pl.lit("rccl")).otherwise(named)

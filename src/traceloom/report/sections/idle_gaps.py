@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import polars as pl
 
 from traceloom import analyze
-from traceloom.analyze.longest_gaps import SCHEMA
+from traceloom.analyze.longest_gaps import SCHEMA, longest_gaps_of
+from traceloom.analyze.remembered import of_each
 from traceloom.model import Trace, units
 from traceloom.report.absent import Absent
 from traceloom.report.names import short
@@ -57,8 +58,7 @@ class IdleGapsSection(Section[pl.DataFrame, "list[IdleGapsRow]"]):
     reasons = _GAPS.reasons("idle_gaps")
 
     def measure(self, trace: Trace, options: ReportOptions) -> pl.DataFrame:
-        gaps = analyze.longest_gaps(trace, analyze.idle(trace), _EACH)
-        return gaps.with_columns(pl.col("stack").list.tail(_FRAMES))
+        return _longest(trace).with_columns(pl.col("stack").list.tail(_FRAMES))
 
     def build(self, study: Study[pl.DataFrame], absent: Absent) -> list[IdleGapsRow]:
         gaps = study.concat(lambda gaps: gaps).sort("duration_ns", descending=True, maintain_order=True).head(_ALL)
@@ -86,6 +86,11 @@ class IdleGapsSection(Section[pl.DataFrame, "list[IdleGapsRow]"]):
         length = f"{units.duration(top['duration_ns'])}{on_rank(top, value)}"
         mostly = "" if top["cause_ns"] == top["duration_ns"] else "mostly "
         return f"the longest gap is {length}, {mostly}{top['cause'].replace('_', ' ')}{where}"
+
+
+@of_each
+def _longest(traces: Sequence[Trace]) -> Iterable[pl.DataFrame]:
+    return longest_gaps_of(traces, map(analyze.idle, traces), _EACH)
 
 
 SECTION = IdleGapsSection()
