@@ -25,7 +25,7 @@ from traceloom.array_types import Ints
 from traceloom.model import Trace
 from traceloom.model import category as cat
 from traceloom.model.arrays import column, nullable
-from traceloom.model.frames import as_declared, schema
+from traceloom.model.frames import schema
 from traceloom.model.result import Result
 
 KINDS = {
@@ -129,16 +129,11 @@ def _of_each(traces: Sequence[Trace]) -> Iterable[BlockingCalls]:
     calls = calls.join(summed[[*keys, "site"]], on=keys, how="left", nulls_equal=True, maintain_order="left")
     spread = per_step(calls, [TRACE, "site"], ["blocked_ns"], stacked(map(whole_steps, traces)))
     sites = summed.join(spread, on=[TRACE, "site"], how="left", maintain_order="left")
-    for of_sites, of_calls, busy in zip(unstacked(sites, traces), unstacked(calls, traces), all_busy, strict=True):
-        idle = None
-        if busy.start.size:
-            idle = int(of_calls["idle_after_ns"].sum())
-        yield BlockingCalls(
-            of_sites.pipe(as_declared, SITES),
-            of_calls.pipe(as_declared, CALLS),
-            int(of_calls["blocked_ns"].sum()),
-            idle,
-        )
+    for of_sites, of_calls, busy in zip(
+        unstacked(sites, traces, SITES), unstacked(calls, traces, CALLS), all_busy, strict=True
+    ):
+        idle = int(of_calls["idle_after_ns"].sum()) if busy.start.size else None
+        yield BlockingCalls(of_sites, of_calls, int(of_calls["blocked_ns"].sum()), idle)
 
 
 def _kinds(traces: Sequence[Trace], calls: pl.DataFrame) -> pl.DataFrame:

@@ -15,7 +15,7 @@ from traceloom.analyze.remembered import of_each
 from traceloom.analyze.stacked import TRACE, of_events, stacked, unstacked
 from traceloom.model import Trace
 from traceloom.model.copies import copy_kind
-from traceloom.model.frames import as_declared, schema
+from traceloom.model.frames import schema
 from traceloom.model.result import Result
 
 KEYS = ("device", "kind", "source_memory", "target_memory", "by_kernel")
@@ -129,10 +129,8 @@ def _of_each(traces: Sequence[Trace]) -> Iterable[Copies]:
     table = table.hstack([pl.Series("union_ns", unions, dtype=pl.Int64)]).sort(
         [TRACE, "total_ns", *KEYS], descending=[False, True] + [False] * len(KEYS), nulls_last=True
     )
-    for kinds_of, ops_of, spread_of, curve in zip(
-        *(unstacked(frame, traces) for frame in (table, ops, spread)), map(pl.concat, curves), strict=True
-    ):
-        yield Copies(kinds_of.pipe(as_declared, KIND_SCHEMA), ops_of.pipe(as_declared, OP_SCHEMA), spread_of, curve)
+    of_kinds, of_ops = unstacked(table, traces, KIND_SCHEMA), unstacked(ops, traces, OP_SCHEMA)
+    return map(Copies, of_kinds, of_ops, unstacked(spread, traces), map(pl.concat, curves))
 
 
 def _rows(traces: Sequence[Trace]) -> pl.DataFrame:

@@ -16,7 +16,7 @@ from traceloom.analyze.remembered import of_each
 from traceloom.analyze.roofline import Given, modelled
 from traceloom.analyze.stacked import TRACE, stacked, unstacked
 from traceloom.model import Trace
-from traceloom.model.frames import as_declared, schema
+from traceloom.model.frames import schema
 from traceloom.model.result import Result
 
 BOUNDS = ("compute", "memory", "latency", "unknown")
@@ -83,16 +83,14 @@ def _kernel_bounds(traces: Sequence[Trace], peak: Given = None, capture: Trace |
     steps = stacked(map(whole_steps, traces))
     spread = per_step(bound_shares.steps, [TRACE, "device", "bound"], list(SHARES), steps)
     for parts, of_kinds, usual in zip(
-        *(unstacked(frame, traces) for frame in (bound_shares.parts, by_kind, spread)), strict=True
+        unstacked(bound_shares.parts, traces, BOUND_SCHEMA),
+        unstacked(by_kind, traces, KIND_SCHEMA),
+        unstacked(spread, traces),
+        strict=True,
     ):
         whole = int(of_kinds["sum_ns"].sum())
         known_ns = int(of_kinds.filter(pl.col("bound") != "unknown")["sum_ns"].sum())
-        yield KernelBounds(
-            parts.pipe(as_declared, BOUND_SCHEMA),
-            of_kinds.pipe(as_declared, KIND_SCHEMA),
-            usual,
-            known_ns / whole if whole else None,
-        )
+        yield KernelBounds(parts, of_kinds, usual, known_ns / whole if whole else None)
 
 
 _by_names = of_each(_kernel_bounds)

@@ -17,7 +17,7 @@ from traceloom.analyze.stacked import TRACE, stacked, unstacked
 from traceloom.analyze.steps import tiles
 from traceloom.array_types import Floats, Ints
 from traceloom.model import Trace
-from traceloom.model.frames import as_declared, schema
+from traceloom.model.frames import schema
 from traceloom.model.result import Result
 
 DEVICE_SCHEMA = schema(
@@ -84,7 +84,11 @@ def _of_each(traces: Sequence[Trace]) -> Iterable[KernelEfficiency]:
     )
     devices, steps = _devices(traces, work, runs)
     for of_runs, kernels, of_devices, of_steps in zip(
-        *(unstacked(frame, traces) for frame in (runs, table, devices, steps)), strict=True
+        unstacked(runs, traces),
+        unstacked(table, traces, KERNEL_SCHEMA),
+        unstacked(devices, traces, DEVICE_SCHEMA),
+        unstacked(steps, traces),
+        strict=True,
     ):
         absent = of_runs.height and of_runs["blocks_per_sm"].null_count() == of_runs.height
         state = kernels["matrix_units"].to_physical().to_numpy()
@@ -94,9 +98,9 @@ def _of_each(traces: Sequence[Trace]) -> Iterable[KernelEfficiency]:
         sums = dict(zip(STATES, added[:, 1].tolist(), strict=True))
         decided_ns = sums["used"] + sums["unused"]
         yield KernelEfficiency(
-            of_devices.pipe(as_declared, DEVICE_SCHEMA),
+            of_devices,
             of_steps,
-            kernels.pipe(as_declared, KERNEL_SCHEMA),
+            kernels,
             matrix,
             sums["used"] / decided_ns if decided_ns else None,
             "not-recorded" if absent else None,

@@ -100,11 +100,14 @@ def _kernel_kinds(traces: Sequence[Trace], rules: tuple[KindRule, ...] = ()) -> 
     )
     steps = stacked(map(whole_steps, traces))
     spread = per_step(kind_shares.steps, [TRACE, "device", "kind"], list(SHARES), steps)
-    frames = (kind_shares.devices, kind_shares.parts, by_rule, kind_shares.steps, spread)
-    for devices, by_kind, of_rules, by_step, usual in zip(*(unstacked(each, traces) for each in frames), strict=True):
-        yield KernelKinds(
-            devices, by_kind.pipe(as_declared, KINDS_SCHEMA), of_rules.pipe(as_declared, RULES_SCHEMA), by_step, usual
-        )
+    return map(
+        KernelKinds,
+        unstacked(kind_shares.devices, traces),
+        unstacked(kind_shares.parts, traces, KINDS_SCHEMA),
+        unstacked(by_rule, traces, RULES_SCHEMA),
+        unstacked(kind_shares.steps, traces),
+        unstacked(spread, traces),
+    )
 
 
 _without_rules = of_each(_kernel_kinds)

@@ -14,7 +14,7 @@ from traceloom.analyze.per_step import durations, per_step, whole_steps
 from traceloom.analyze.remembered import of_each
 from traceloom.analyze.stacked import TRACE, of_events, quotient, stacked, unstacked
 from traceloom.model import Trace
-from traceloom.model.frames import as_declared, schema
+from traceloom.model.frames import schema
 from traceloom.model.result import Result
 
 KEYS = ("op", "shapes", "types", "kernel", "kind")
@@ -67,8 +67,7 @@ def _of_each(traces: Sequence[Trace]) -> Iterable[KernelShapes]:
         descending=[False, True, False, False, False, False],
         nulls_last=True,
     )
-    for of_trace in unstacked(rows, traces):
-        yield KernelShapes(of_trace.pipe(as_declared, SHAPES_SCHEMA), int(of_trace["total_ns"].sum()))
+    return (KernelShapes(own, int(own["total_ns"].sum())) for own in unstacked(rows, traces, SHAPES_SCHEMA))
 
 
 def shaped_work(traces: Sequence[Trace]) -> pl.DataFrame:

@@ -143,30 +143,27 @@ def _of_each(traces: Sequence[Trace]) -> Iterable[Launches]:
     spread = per_step(
         stacked(map(_stepped, traces, all_made, all_held)), keys, _PER_STEP, stacked(map(whole_steps, traces))
     )
-    frames = (
-        totals,
-        _by_name(names, times, "code"),
-        _by_name(names, times, "op"),
-        by_call.sort(TRACE, "total_ns", "name", descending=[False, True, False]),
-        outliers.sort(TRACE, "duration_ns", "start_ns", "kind", descending=[False, True, False, False]),
-        _short_by_name(names, stacked(_alone(*pair) for pair in pairs)),
-        spread.sort(keys).with_columns(_or_null("device")),
-    )
-    for made, held, *parts in zip(all_made, all_held, *(unstacked(frame, traces) for frame in frames), strict=True):
+    frames = {
+        "totals": (totals, TOTALS),
+        "names": (_by_name(names, times, "code"), NAMES),
+        "operators": (_by_name(names, times, "op"), NAMES),
+        "calls": (by_call.sort(TRACE, "total_ns", "name", descending=[False, True, False]), CALLS),
+        "outliers": (
+            outliers.sort(TRACE, "duration_ns", "start_ns", "kind", descending=[False, True, False, False]), OUTLIERS
+        ),
+        "short": (_short_by_name(names, stacked(_alone(*pair) for pair in pairs)), SHORT),
+        "steps": (spread.sort(keys).with_columns(_or_null("device")), STEPS),
+    }  # fmt: skip
+    parts = {name: unstacked(frame, traces, columns) for name, (frame, columns) in frames.items()}
+    for number, (made, held) in enumerate(zip(all_made, all_held, strict=True)):
         whole = of_devices(made)
         yield Launches(
-            totals=parts[0].pipe(as_declared, TOTALS),
-            names=parts[1].pipe(as_declared, NAMES),
-            operators=parts[2].pipe(as_declared, NAMES),
-            calls=parts[3].pipe(as_declared, CALLS),
-            outliers=parts[4].pipe(as_declared, OUTLIERS),
+            **{name: of_traces[number] for name, of_traces in parts.items()},
             queues=queues(made, held),
             curve=curve(made),
             device_queues=queues(whole, held),
             device_curve=curve(whole),
             bins=_histogram(made),
-            short=parts[5].pipe(as_declared, SHORT),
-            steps=parts[6].pipe(as_declared, STEPS),
         )
 
 

@@ -170,8 +170,8 @@ def _of_traces(traces: Sequence[Trace], placements: Sequence[PlacedCalls]) -> li
         placements,
         utilised,
         quantities,
-        unstacked(_operators(traces, placements), traces),
-        unstacked(unmodelled, traces),
+        unstacked(_operators(traces, placements), traces, OPERATORS),
+        unstacked(unmodelled, traces, UNMODELLED),
         strict=True,
     ):
         spread = [(v.name, v.mean(), v.min(), v.max(), v.count()) for v in values if v.count()]
@@ -181,11 +181,11 @@ def _of_traces(traces: Sequence[Trace], placements: Sequence[PlacedCalls]) -> li
             for device, peak in sorted(placement.devices.items())
         ]
         tables = {
-            "operators": operators.pipe(as_declared, OPERATORS),
+            "operators": operators,
             "steps": steps,
             "whole": whole,
             "spread": pl.DataFrame(spread, schema=SPREAD, orient="row"),
-            "unmodelled": others.pipe(as_declared, UNMODELLED),
+            "unmodelled": others,
             "devices": pl.DataFrame(devices, schema=DEVICES, orient="row"),
         }
         rank = pl.Series("rank", [trace.rank], dtype=pl.Int32)

@@ -6,13 +6,14 @@ of several are grouped, joined and sorted by together with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from itertools import pairwise
 
 import numpy as np
 import polars as pl
 
 from traceloom.model import Trace
+from traceloom.model.frames import as_declared
 
 TRACE = "trace"
 
@@ -26,12 +27,20 @@ def stacked(frames: Iterable[pl.DataFrame]) -> pl.DataFrame:
     return pl.concat(parts)
 
 
-def unstacked(rows: pl.DataFrame, traces: Sized) -> list[pl.DataFrame]:
-    """The rows of each trace without the column `trace`, by which they are sorted."""
+def unstacked(
+    rows: pl.DataFrame, traces: Sized, columns: Mapping[str, pl.DataType | type[pl.DataType]] | None = None
+) -> list[pl.DataFrame]:
+    """The rows of each trace without the column `trace`, by which they are sorted.
+
+    Args:
+        rows: Of `stacked`, or made from such.
+        traces: Whose rows they are.
+        columns: Which columns of which types (see `as_declared`); all as they are where none are named.
+    """
     bounds = np.searchsorted(rows[TRACE].to_numpy(), np.arange(len(traces) + 1)).tolist()
-    columns = rows.clone()
-    columns.drop_in_place(TRACE)
-    return [columns[low:high] for low, high in pairwise(bounds)]
+    others = [name for name in rows.columns if name != TRACE]
+    every = rows[others] if columns is None else rows.pipe(as_declared, columns)
+    return [every[low:high] for low, high in pairwise(bounds)]
 
 
 def gathered(columns: Sequence[pl.Series], rows: pl.DataFrame, by: str) -> pl.Series:

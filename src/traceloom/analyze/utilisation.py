@@ -18,7 +18,7 @@ from traceloom.analyze.vocabulary import vocabulary
 from traceloom.array_types import Bools
 from traceloom.model import Trace
 from traceloom.model.arrays import lookup, nullable
-from traceloom.model.frames import as_declared, schema
+from traceloom.model.frames import schema
 
 MATRIX_KINDS = ("gemm", "attention", "convolution")
 MOST_UNMODELLED = 0.05
@@ -77,8 +77,8 @@ def utilisation(traces: Sequence[Trace], placed: Sequence[PlacedCalls]) -> list[
     )
     columns = {"known": pl.Boolean(), "device_count": pl.Int64(), "why": pl.String()}
     of_traces = pl.DataFrame(facts, schema=columns, orient="row")
-    fractions = unstacked(_fractions(stacked(bounds), _sums(calls, launched, running), of_traces), traces)
-    return [(rows[:-1].pipe(as_declared, STEPS), rows[-1:].pipe(as_declared, STEPS)) for rows in fractions]
+    fractions = _fractions(stacked(bounds), _sums(calls, launched, running), of_traces)
+    return [(rows[:-1], rows[-1:]) for rows in unstacked(fractions, traces, STEPS)]
 
 
 def _repeated(trace: Trace, placed: PlacedCalls) -> tuple[Bools, str | None]:

@@ -15,7 +15,7 @@ from traceloom.analyze.phases import meaning
 from traceloom.analyze.remembered import of_each
 from traceloom.analyze.stacked import TRACE, stacked, unstacked
 from traceloom.model import Trace
-from traceloom.model.frames import as_declared, schema
+from traceloom.model.frames import schema
 from traceloom.model.result import Result
 
 KERNELS, OPERATORS = (schema("name", spread_schema(time, "call_count")) for time in ("total_ns", "self_ns"))
@@ -55,8 +55,8 @@ def _of_each(traces: Sequence[Trace]) -> Iterable[WorkPerStep]:
             (stacked(map(_operators, traces)), "self_ns"),
         )
     )
-    for whole, *frames in zip(steps, unstacked(kernels, traces), unstacked(operators, traces), strict=True):
-        yield WorkPerStep(whole.height, frames[0].pipe(as_declared, KERNELS), frames[1].pipe(as_declared, OPERATORS))
+    counts = (whole.height for whole in steps)
+    return map(WorkPerStep, counts, unstacked(kernels, traces, KERNELS), unstacked(operators, traces, OPERATORS))
 
 
 def _operators(trace: Trace) -> pl.DataFrame:

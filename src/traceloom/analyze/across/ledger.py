@@ -17,7 +17,7 @@ from traceloom.analyze.intervals import coverage, merge, union
 from traceloom.analyze.stacked import TRACE, stacked, unstacked
 from traceloom.array_types import Ints
 from traceloom.model import Trace
-from traceloom.model.frames import as_declared, schema
+from traceloom.model.frames import schema
 
 COMPUTE = "compute"
 COMMUNICATION = "communication"
@@ -89,9 +89,10 @@ def ledgers(traces: Sequence[Trace], calls: pl.DataFrame) -> list[Ledger]:
         .group_by(TRACE, "stretch", "class", maintain_order=True)
         .head(_MOST_NAMES)
     )
+    of_each = zip(accounts, unstacked(largest, traces, DETAIL_SCHEMA), strict=True)
     return [
-        Ledger(moments, sums, details.pipe(as_declared, DETAIL_SCHEMA), devices.get(number))
-        for number, ((moments, sums, _), details) in enumerate(zip(accounts, unstacked(largest, traces), strict=True))
+        Ledger(moments, sums, details, devices.get(number))
+        for number, ((moments, sums, _), details) in enumerate(of_each)
     ]
 
 

@@ -23,7 +23,7 @@ from traceloom.array_types import Bools, Ints
 from traceloom.errors import InputError
 from traceloom.model import Session, Trace
 from traceloom.model.arrays import column
-from traceloom.model.frames import as_declared, schema
+from traceloom.model.frames import schema
 from traceloom.model.result import Result
 from traceloom.read.again import readable, stretches
 
@@ -110,7 +110,7 @@ def _collectives(traces: Sequence[Trace], calls: Sequence[pl.DataFrame]) -> Iter
     summary = sums.join(spread, on=keys, how="left", nulls_equal=True, maintain_order="left").sort(
         TRACE, "total_ns", "kind", "size_bytes", descending=[False, True, False, False], nulls_last=True
     )
-    return map(Collectives, calls, (part.pipe(as_declared, SUMMARY_SCHEMA) for part in unstacked(summary, traces)))
+    return map(Collectives, calls, unstacked(summary, traces, SUMMARY_SCHEMA))
 
 
 def collectives_of(session: Session) -> pl.DataFrame:
@@ -171,7 +171,7 @@ def _rows(
         )
         .sort(TRACE, "start_ns", "event")
     )
-    return [part.pipe(as_declared, CALL_SCHEMA) for part in unstacked(described, traces)]
+    return unstacked(described, traces, CALL_SCHEMA)
 
 
 _without_rules = per_trace(of_each(_rows))
