@@ -151,46 +151,26 @@ _DETAILS = {"kind": "kind", "element_type": "type", "in_elements": "size", "grou
 
 def collectives_without_details(trace: Trace) -> QualityCheck | None:
     """Collective calls that do not say what they move (rule 5 of PyTorch's trace validator)."""
-    missing = _missing_details(trace)
-    if not missing.height:
+    calls = np.flatnonzero(vocabulary(trace).events(r"^record_param_comms$"))
+    if not calls.size:
         return None
-    counts = {word: int(missing[word].sum()) for word in _DETAILS.values() if missing[word].any()}
+    said = np.zeros((trace.events.height + 1, len(_DETAILS)), dtype=np.bool_)  # of each event, and of none
+    events = trace.collectives["event"].to_numpy()
+    details = trace.collectives.select(pl.col(list(_DETAILS)).is_not_null()).to_numpy()
+    np.logical_or.at(said, events, details)
+    # what a call does not say itself, an annotation inside it may: `nccl:all_reduce`
+    np.logical_or.at(said, column(trace, "parent", -1)[events], details)
+    missing = ~said[calls]
+    lacking = dict(zip(_DETAILS.values(), missing.sum(axis=0).tolist(), strict=True))
+    counts = {word: number for word, number in lacking.items() if number}
     parts = [f"{', '.join(w for w, n in counts.items() if n == number)} in {count(number)}" for number in
              sorted(set(counts.values()), reverse=True)]  # fmt: skip
-    affected = int(missing["any"].sum())
+    affected = int(missing.any(axis=1).sum())
     message = (
-        f"{count(affected)} of {count(missing.height)} collective calls do not say all that they move (missing: "
+        f"{count(affected)} of {count(calls.size)} collective calls do not say all that they move (missing: "
         f"{'; '.join(parts)}; an older PyTorch, or shapes were off): bytes and bandwidth of these may be unknown"
     )
-    return QualityCheck(affected, missing.height, "info", message, slug="collectives-without-details")
-
-
-@of_each
-def _missing_details(traces: Sequence[Trace]) -> Iterable[pl.DataFrame]:
-    """For each collective call whether it lacks each of the details, and any."""
-    all_calls, all_inside = [], []
-    for trace in traces:
-        rows = np.flatnonzero(vocabulary(trace).events(r"^record_param_comms$"))
-        inside = np.flatnonzero(np.isin(column(trace, "parent", -1), rows))
-        all_calls.append(trace.events[["event"]][rows])
-        all_inside.append(trace.events[["event", "parent"]][inside])
-    calls = stacked(all_calls)
-    if not calls.height:
-        return unstacked(calls, traces)
-    # what a call does not say itself, an annotation inside it may: `nccl:all_reduce`
-    of_call = pl.concat([calls.select(TRACE, "event", parent="event"), stacked(all_inside)])
-    details = (
-        of_call.join(stacked(trace.collectives[["event", *_DETAILS]] for trace in traces), on=[TRACE, "event"])
-        .group_by(TRACE, call="parent")
-        .agg(pl.col(name).is_not_null().any().alias(word) for name, word in _DETAILS.items())
-    )
-    words = pl.col(*_DETAILS.values()).fill_null(value=False).not_()
-    missing = (
-        calls.join(details, left_on=[TRACE, "event"], right_on=[TRACE, "call"], how="left", maintain_order="left")
-        .select(TRACE, words)
-        .with_columns(any=pl.any_horizontal(*_DETAILS.values()))
-    )
-    return unstacked(missing, traces)
+    return QualityCheck(affected, calls.size, "info", message, slug="collectives-without-details")
 
 
 def ambiguous_backward(trace: Trace) -> QualityCheck | None:

@@ -95,32 +95,26 @@ def step_times(trace: Trace) -> StepTimes:
 @of_each
 def _of_each(traces: Sequence[Trace]) -> Iterable[StepTimes]:
     launched = (  # in each step, whenever it ran
-        stepped_work(traces)
+        stepped_work(traces)[[TRACE, "launch", "end_ns", "step"]]
         .drop_nulls(["launch", "step"])
         .group_by(TRACE, "step")
         .agg(last_end_ns=pl.col("end_ns").max(), launch_count=pl.col("launch").n_unique().cast(pl.Int64))
     )
-    rows = (
-        stacked(trace.steps[["step", "name", "start_ns", "end_ns", "complete"]] for trace in traces)
+    steps = (
+        stacked(trace.steps for trace in traces)
         .join(launched, on=[TRACE, "step"], how="left", maintain_order="left")
-        .select(
-            TRACE,
-            "step",
-            "name",
-            "start_ns",
+        .with_columns(
             (pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns"),
-            "complete",
             (pl.col("last_end_ns") - pl.col("end_ns")).clip(lower_bound=0).alias("lag_ns"),
             pl.col("launch_count").fill_null(0),
         )
     )
-    for trace, steps in zip(traces, unstacked(rows, traces), strict=True):
-        evidence = str(trace.steps["evidence"][0]) if trace.steps.height else "none"
-        yield _spread(steps.pipe(as_declared, SCHEMA), evidence)
+    return map(_spread, traces, (own.pipe(as_declared, SCHEMA) for own in unstacked(steps, traces)))
 
 
-def _spread(steps: pl.DataFrame, evidence: str) -> StepTimes:
-    durations = steps["duration_ns"].filter(steps["complete"]).to_numpy()
+def _spread(trace: Trace, steps: pl.DataFrame) -> StepTimes:
+    durations = steps["duration_ns"].to_numpy()[steps["complete"].to_numpy()]
+    evidence = str(trace.steps["evidence"][0]) if trace.steps.height else "none"
     if not durations.size:
         return StepTimes(steps, 0, None, None, None, None, evidence)
     first, median, third = np.percentile(durations, (25, 50, 75))
