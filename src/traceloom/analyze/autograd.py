@@ -46,57 +46,68 @@ def backward_of(trace: Trace) -> Backward | None:
 
 @of_each
 def _of_each(traces: Sequence[Trace]) -> Iterable[Backward | None]:
-    ops = stacked(map(_numbered_ops, traces))
-    of_backward = pl.col("forward_thread") > 0
-    forward, backward = ops.filter(~of_backward), ops.filter(of_backward)
-    if not backward.height:
-        yield from [None] * len(traces)
-        return
-    # The lane of each (trace, process, forward_thread): columns trace, process, forward_thread, lane
+    ops = stacked(map(_numbered, traces))
+    thread = ops["forward_thread"].fill_null(0)
+    forward, backward = ops.filter(thread == 0), ops.filter(thread > 0)
+    if not forward.height or not backward.height:
+        return [None for _ in traces]
+    # The lane of each (trace, process, forward_thread)
     keys = [TRACE, "process", "forward_thread"]
     # each arrow joins a forward op (its lane) to a backward op (its forward thread)
-    flows = stacked(trace.flows[["kind", "source", "target"]] for trace in traces)
-    flows = flows.filter(pl.col("kind") == "forward-backward").drop_nulls(["source", "target"])
-    ends = (("target", "process"), ("target", "forward_thread"), ("source", "lane"))
-    arrows = flows[[TRACE]].hstack([of_events(traces, flows, end, name) for end, name in ends])
+    flows = stacked(trace.flows for trace in traces).filter(pl.col("kind") == "forward-backward")
+    flows = flows.drop_nulls(["source", "target"])
+    arrows = flows.select(
+        TRACE,
+        *(of_events(traces, flows, "target", name) for name in keys[1:]),
+        of_events(traces, flows, "source", "lane"),
+    )
     counted = (
-        arrows.filter(of_backward)
+        arrows.filter(pl.col("forward_thread") > 0)
         .group_by(*keys, "lane")
         .agg(pl.len().alias("n"))
-        .sort("n", "lane", descending=[True, False])
+        .sort(TRACE, "n", "lane", descending=[False, True, False])
     )
-    threads = counted.unique(keys, keep="first", maintain_order=True)[[*keys, "lane"]]
-    rest = backward.join(threads, on=keys, how="anti")
-    if rest.height:
-        on = [TRACE, "process", "sequence"]
+    by_flow = counted.unique(keys, keep="first", maintain_order=True)[[*keys, "lane"]]
+    rest = backward.join(by_flow, on=keys, how="anti")
+    if not rest.height:
+        threads = by_flow
+    else:
+        lanes = forward[[TRACE, "process", "lane", "sequence"]].unique()
         numbers = rest[[*keys, "sequence"]].unique()
         totals = numbers.group_by(keys).agg(pl.len().alias("wanted"))
-        held = numbers.join(forward[[*on, "lane"]].unique(), on=on).group_by(*keys, "lane").agg(pl.len().alias("n"))
+        held = (
+            numbers.join(lanes, on=[TRACE, "process", "sequence"], how="inner")
+            .group_by(*keys, "lane")
+            .agg(pl.len().alias("n"))
+        )
         matches = (
             held.filter(pl.col("n") == pl.col("n").max().over(keys))
             .join(totals, on=keys)
             .filter(pl.col("n") >= _ENOUGH * pl.col("wanted"), pl.len().over(keys) == 1)
         )
-        threads = pl.concat([threads, matches[[*keys, "lane"]]])
+        threads = pl.concat([by_flow, matches[[*keys, "lane"]]])
     makers = forward.group_by(TRACE, "process", "lane", "sequence").agg(pl.col("position").max().alias("forward"))
     joined = (
-        backward.drop("lane")
-        .join(threads, on=keys)
-        .join(makers, on=[TRACE, "process", "lane", "sequence"])
+        backward[[*keys, "sequence", "position"]]
+        .join(threads, on=keys, how="inner")
+        .join(makers, on=[TRACE, "process", "lane", "sequence"], how="inner")
         .sort(TRACE, "position")
     )
-    for trace, pairs in zip(traces, unstacked(joined, traces), strict=True):
-        row = forest(trace).row
-        nodes, made_by = pairs["position"].to_numpy(), pairs["forward"].to_numpy()
-        earlier = row[made_by] < row[nodes]
-        yield Backward(nodes[earlier], made_by[earlier]) if earlier.any() else None
+    return map(_earlier, traces, unstacked(joined, traces))
 
 
-def _numbered_ops(trace: Trace) -> pl.DataFrame:
-    """Ops with a sequence number: process, sequence, lane, forward_thread (0 for none), position (in the forest)."""
+def _numbered(trace: Trace) -> pl.DataFrame:
+    """The ops with a sequence number: process, sequence, forward_thread, lane, position (in the forest)."""
     tree = forest(trace)
     is_op = column(trace, "category")[tree.row] == cat.CATEGORIES.index(cat.OP)
     position = np.flatnonzero(is_op & (column(trace, "sequence", -1)[tree.row] >= 0))
-    rows = tree.row[position]
-    thread = pl.Series("forward_thread", column(trace, "forward_thread", 0)[rows])
-    return trace.events[["process", "sequence", "lane"]][rows].hstack([thread, pl.Series("position", position)])
+    columns = trace.events[["process", "sequence", "forward_thread", "lane"]]
+    return columns[tree.row[position]].hstack([pl.Series("position", position, dtype=pl.Int64)])
+
+
+def _earlier(trace: Trace, joined: pl.DataFrame) -> Backward | None:
+    """Those whose forward op began earlier; None for none."""
+    row = forest(trace).row
+    nodes, made_by = joined["position"].to_numpy(), joined["forward"].to_numpy()
+    earlier = row[made_by] < row[nodes]
+    return Backward(nodes[earlier], made_by[earlier]) if earlier.any() else None

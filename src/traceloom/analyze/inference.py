@@ -135,13 +135,12 @@ def inference(
             raise UsageError(f"expected a positive number per step, got {declared}", slug="wrong-usage")
     traces = session.traces if isinstance(session, Session) else (session,)
     parts = []
-    frames_of = (STEPS, MIX, RATES, NODES, OPERATORS)
     for trace in traces:
-        annotated, captured = _annotations(trace), of_rank(capture, trace)
-        if not annotated.height and captured is None and tokens_per_step is None and samples_per_step is None:
-            parts.append([columns.to_frame() for columns in frames_of])
+        steps = _steps(trace)
+        captured = of_rank(capture, trace)
+        if not steps.height and captured is None and tokens_per_step is None and samples_per_step is None:
+            parts.append([columns.to_frame() for columns in (STEPS, MIX, RATES, NODES, OPERATORS)])
             continue
-        steps = _steps(trace, annotated)
         nodes = pl.DataFrame(schema=MAPPED) if captured is None else mapped_nodes(graph_launches(trace), captured)
         operators = (
             nodes.group_by("op_name", "module")
@@ -168,7 +167,7 @@ def inference(
         schema = {"what": pl.String(), "count": pl.Int64(), "window_ns": pl.Int64(), "evidence": pl.String()}
         per_second = (pl.col("count") * 1e9 / pl.col("window_ns")).alias("per_second")
         rates = pl.DataFrame(rows, schema=schema, orient="row").with_columns(per_second)
-        frames = zip((steps, _mix(steps), rates, nodes, operators), frames_of, strict=True)
+        frames = ((steps, STEPS), (_mix(steps), MIX), (rates, RATES), (nodes, NODES), (operators, OPERATORS))
         rank = pl.lit(trace.rank, dtype=pl.Int32).alias("rank")
         parts.append([frame.with_columns(rank).pipe(as_declared, columns) for frame, columns in frames])
     steps, mix, rates, nodes, operators = (pl.concat(frames) for frames in zip(*parts, strict=True))
@@ -177,8 +176,11 @@ def inference(
     return Inference(steps, mix, rates, nodes, operators, done / whole if whole else None)
 
 
-def _steps(trace: Trace, annotated: pl.DataFrame) -> pl.DataFrame:
-    """The annotated steps with their GPU work."""
+def _steps(trace: Trace) -> pl.DataFrame:
+    """The steps with their GPU work."""
+    annotated = _annotations(trace)
+    if not annotated.height:
+        return STEPS.to_frame()
     made = submissions(trace)
     on_gpu = bool(annotated["on_gpu"].any())
     # work belongs to the step that launched it; where only the GPU's annotations are known, to that in which it starts

@@ -14,7 +14,7 @@ from traceloom.analyze.remembered import of_each, per_trace
 from traceloom.analyze.stacked import TRACE, stacked, unstacked
 from traceloom.array_types import Ints
 from traceloom.model import Trace
-from traceloom.model.frames import schema
+from traceloom.model.frames import as_declared, schema
 from traceloom.model.result import Result
 from traceloom.model.schema import REQUEST
 
@@ -109,7 +109,7 @@ def _of_each(traces: Sequence[Trace]) -> Iterable[StepTimes]:
             pl.col("launch_count").fill_null(0),
         )
     )
-    return map(_spread, traces, unstacked(steps, traces, SCHEMA))
+    return map(_spread, traces, (own.pipe(as_declared, SCHEMA) for own in unstacked(steps, traces)))
 
 
 def _spread(trace: Trace, steps: pl.DataFrame) -> StepTimes:

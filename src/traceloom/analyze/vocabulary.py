@@ -10,6 +10,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from traceloom.analyze.remembered import of_each, per_trace
+from traceloom.analyze.stacked import stacked, unstacked
 from traceloom.model import Trace
 from traceloom.model.arrays import is_large, lookup, numbered
 from traceloom.model.letter_case import contain
@@ -22,8 +23,8 @@ class Vocabulary:
     Attributes:
         names: The distinct names.
         code: For each row of `trace.events` the index of its name; shape (events,).
-        ordered: The distinct names in the order of the alphabet, of all traces that are looked at together, so that a
-            pattern is matched once for all of them.
+        ordered: The distinct names of all traces that are looked at together, in the order of the alphabet: a pattern
+            is matched for all of them at once.
         place: For each name its index there; shape (names,).
     """
 
@@ -54,25 +55,13 @@ class Vocabulary:
 @per_trace
 def vocabulary(trace: Trace) -> Vocabulary:
     """The distinct names of the events."""
-    return _of_each(trace)
+    names, code = _distinct(trace)
+    return Vocabulary(names, code, *_ordered(trace))
 
 
-@of_each
-def _of_each(traces: Sequence[Trace]) -> Iterable[Vocabulary]:
-    coded = [_coded(trace) for trace in traces]
-    every = pl.concat([names for names, _ in coded])
-    order = every.arg_sort().to_numpy()
-    number = every[order].rle_id().to_numpy()  # of the distinct name
-    ordered = every[order[np.flatnonzero(np.diff(number, prepend=-1))]]
-    place = np.empty(order.size, dtype=np.int64)
-    place[order] = number
-    bounds = np.cumsum([names.len() for names, _ in coded])[:-1]
-    for (names, code), place_of in zip(coded, np.split(place, bounds), strict=True):
-        yield Vocabulary(names, code, ordered, place_of)
-
-
-def _coded(trace: Trace) -> tuple[pl.Series, NDArray[np.uint32]]:
-    """The distinct names, and the index of each event's."""
+@per_trace
+def _distinct(trace: Trace) -> tuple[pl.Series, NDArray[np.uint32]]:
+    """The distinct names, and for each event the index of its own."""
     names = trace.events["name"]
     if is_large(trace):
         return numbered(names)
@@ -82,3 +71,13 @@ def _coded(trace: Trace) -> tuple[pl.Series, NDArray[np.uint32]]:
     used = example >= 0
     number = (np.cumsum(used) - 1).astype(np.uint32)
     return names[example[used]], number[physical]
+
+
+@of_each
+def _ordered(traces: Sequence[Trace]) -> Iterable[tuple[pl.Series, NDArray[np.int64]]]:
+    """The names of all the traces, and for each of one's own its place among them."""
+    rows = stacked(_distinct(trace)[0].to_frame() for trace in traces)
+    ordered = rows["name"].unique().sort()
+    index = ordered.to_frame().with_row_index("place")
+    places = rows.join(index, on="name", how="left", nulls_equal=True, maintain_order="left").drop("name")
+    return [(ordered, place["place"].cast(pl.Int64).to_numpy()) for place in unstacked(places, traces)]

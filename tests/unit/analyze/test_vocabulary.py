@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from traceloom.analyze.vocabulary import Vocabulary, _of_each
+from traceloom.analyze.vocabulary import Vocabulary, _ordered, vocabulary
 from traceloom.model import Trace
 from traceloom.testing import TraceBuilder
 
@@ -22,7 +22,10 @@ def made(names: tuple[str, ...]) -> Trace:
 
 
 def of(traces: list[Trace]) -> list[Vocabulary]:
-    return list(_of_each.__wrapped__(traces))
+    alone = map(vocabulary, traces)
+    return [
+        Vocabulary(each.names, each.code, *own) for each, own in zip(alone, _ordered.__wrapped__(traces), strict=True)
+    ]
 
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["together", "alone"])

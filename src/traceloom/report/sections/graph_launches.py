@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import polars as pl
+
 from traceloom import analyze
 from traceloom.analyze.graph_launches import GRAPHS, NODES, REPLAYS
 from traceloom.model import Trace, units
@@ -43,7 +45,7 @@ class GraphLaunchesSection(Section[Frames, "GraphLaunchesValue"]):
     def measure(self, trace: Trace, options: ReportOptions) -> Frames:
         launches = analyze.graph_launches(trace)
         if not launches.graphs.height:
-            return {name: getattr(launches, name) for name in self.parts}
+            return {name: pl.DataFrame(schema=part.columns) for name, part in self.parts.items()}
         order = launches.replays["deviation"].is_null()
         replays = launches.replays.with_columns(order.alias("usual")).sort("usual", "span_ns", descending=[False, True])
         nodes = launches.nodes.sort("total_ns", descending=True, maintain_order=True)
