@@ -65,4 +65,6 @@ def per_step(frame: pl.DataFrame, keys: Sequence[str], values: Sequence[str], st
     by: int = steps["many"][0]
     totals = [pl.col(f"mean_{v}") for v in values]
     means = [quotient(total, pl.col("many")) if TRACE in keys else total / by for total in totals]
-    return spread.with_columns(means).drop("many")
+    spread = spread.with_columns(means)
+    spread.drop_in_place("many")
+    return spread
