@@ -39,9 +39,8 @@ class _Result(Generic[T]):
 
 
 _Group = tuple[list[Trace], dict[Any, tuple[list[Trace], list[Any]]]]
-_groups: dict[
-    int, _Group
-] = {}  # by a trace's id: it and those beside it; by function the traces it last gave, and what
+# By a trace's id: it and those beside it; by function the traces that it was last given, and its results.
+_groups: dict[int, _Group] = {}
 
 
 @contextmanager
