@@ -47,11 +47,11 @@ class Communication(Result):
 
 def communication(trace: Trace, rules: Iterable[Rule] = ()) -> Communication:
     """Add up communication kernels, and collectives that run on the host, by what they did."""
-    rules = tuple(rules)
-    return next(iter(_communication([trace], rules))) if rules else _without_rules(trace)
+    return _communication(trace, tuple(rules))
 
 
-def _communication(traces: Sequence[Trace], rules: tuple[Rule, ...] = ()) -> Iterable[Communication]:
+@of_each
+def _communication(traces: Sequence[Trace], rules: tuple[Rule, ...]) -> Iterable[Communication]:
     calls = stacked(communication_calls(trace, rules) for trace in traces)
     if not calls.height:
         return [Communication(COLLECTIVE_SCHEMA.to_frame(), DEVICE_SCHEMA.to_frame()) for _ in traces]
@@ -88,9 +88,6 @@ def _communication(traces: Sequence[Trace], rules: tuple[Rule, ...] = ()) -> Ite
         .sort(TRACE, "total_ns", *KEYS, descending=[False, True] + [False] * len(KEYS), nulls_last=True)
     )
     return map(Communication, unstacked(collectives, traces), unstacked(devices, traces))
-
-
-_without_rules = of_each(_communication)
 
 
 def _spans(part: pl.DataFrame) -> Spans:

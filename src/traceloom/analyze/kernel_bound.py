@@ -63,12 +63,11 @@ def kernel_bounds(trace: Trace, peak: Given = None, capture: Trace | None = None
         peak: The device's peak where the trace does not name a known one, as for `roofline`.
         capture: The recording of the capture of its graphs, as for `roofline`.
     """
-    if peak is None and capture is None:
-        return _by_names(trace)
-    return next(iter(_kernel_bounds([trace], peak, capture)))
+    return _kernel_bounds(trace, peak, capture)
 
 
-def _kernel_bounds(traces: Sequence[Trace], peak: Given = None, capture: Trace | None = None) -> Iterable[KernelBounds]:
+@of_each
+def _kernel_bounds(traces: Sequence[Trace], peak: Given, capture: Trace | None) -> Iterable[KernelBounds]:
     work = _bounds(traces, peak, capture)
     bound_shares = shares(traces, work, "bound", BOUNDS)
     by_kind = (
@@ -91,9 +90,6 @@ def _kernel_bounds(traces: Sequence[Trace], peak: Given = None, capture: Trace |
         whole = int(of_kinds["sum_ns"].sum())
         known_ns = int(of_kinds.filter(pl.col("bound") != "unknown")["sum_ns"].sum())
         yield KernelBounds(parts, of_kinds, usual, known_ns / whole if whole else None)
-
-
-_by_names = of_each(_kernel_bounds)
 
 
 def bounds(trace: Trace, peak: Given = None, capture: Trace | None = None) -> pl.DataFrame:

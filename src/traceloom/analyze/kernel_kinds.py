@@ -83,11 +83,11 @@ class KernelKinds(Result):
 
 def kernel_kinds(trace: Trace, rules: Iterable[KindRule] = ()) -> KernelKinds:
     """Account for the time of each GPU by kind; `rules` of the user's come before the table."""
-    rules = tuple(rules)
-    return next(iter(_kernel_kinds([trace], rules))) if rules else _without_rules(trace)
+    return _kernel_kinds(trace, tuple(rules))
 
 
-def _kernel_kinds(traces: Sequence[Trace], rules: tuple[KindRule, ...] = ()) -> Iterable[KernelKinds]:
+@of_each
+def _kernel_kinds(traces: Sequence[Trace], rules: tuple[KindRule, ...]) -> Iterable[KernelKinds]:
     named = stacked(kinds(trace, rules) for trace in traces)
     work = stepped_work(traces).with_columns(named["kind"], named["rule"].alias("named"))
     kind_shares = shares(traces, work, "kind", PRIORITY)
@@ -108,9 +108,6 @@ def _kernel_kinds(traces: Sequence[Trace], rules: tuple[KindRule, ...] = ()) -> 
         unstacked(kind_shares.steps, traces),
         unstacked(spread, traces),
     )
-
-
-_without_rules = of_each(_kernel_kinds)
 
 
 def kinds(trace: Trace, rules: Iterable[KindRule] = ()) -> pl.DataFrame:

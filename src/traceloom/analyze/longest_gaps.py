@@ -58,7 +58,7 @@ def longest_gaps_of(traces: Sequence[Trace], idle_times: Iterable[Idle], count: 
         .unique(keys, keep="first", maintain_order=True)
         .sort(order, descending=falling)
     )
-    told = rows.select(
+    described = rows.select(
         TRACE,
         "gap",
         "device",
@@ -69,7 +69,7 @@ def longest_gaps_of(traces: Sequence[Trace], idle_times: Iterable[Idle], count: 
         *_NAMED,
         *(of_events(traces, rows, name, "name").alias(f"{name}_name") for name in _NAMED),
     )  # fmt: skip
-    for trace, gaps in zip(traces, unstacked(told, traces), strict=True):
+    for trace, gaps in zip(traces, unstacked(described, traces), strict=True):
         stacks = [_stack(trace, event) for event in gaps["host_event"].to_list()]
         stack = pl.Series("stack", stacks, dtype=pl.List(pl.String))
         yield gaps.hstack([stack]).pipe(as_declared, SCHEMA)

@@ -126,15 +126,17 @@ def _placed(traces: Sequence[Trace], modelled: Sequence[ModelledCalls], peak: Pe
         .cast(BoundType),
     )
     return [
-        PlacedCalls(own, own_work, of_devices, peak is not None or _has_peaks(of_devices), of_trace)
+        PlacedCalls(
+            own,
+            own_work,
+            of_devices,
+            peak is not None or any(isinstance(entry, Peak) for entry in of_devices.values()),
+            of_trace,
+        )
         for own, own_work, of_devices, of_trace in zip(
             unstacked(on_roofline, traces), unstacked(work, traces), device_peaks, modelled, strict=True
         )
     ]
-
-
-def _has_peaks(devices: dict[int, Peak | str]) -> bool:
-    return any(isinstance(entry, Peak) for entry in devices.values())
 
 
 def _arithmetic(trace: Trace, work: Ints) -> pl.DataFrame:

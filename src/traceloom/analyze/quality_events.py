@@ -154,13 +154,13 @@ def collectives_without_details(trace: Trace) -> QualityCheck | None:
     calls = np.flatnonzero(vocabulary(trace).events(r"^record_param_comms$"))
     if not calls.size:
         return None
-    said = np.zeros((trace.events.height + 1, len(_DETAILS)), dtype=np.bool_)  # of each event, and of none
+    present = np.zeros((trace.events.height + 1, len(_DETAILS)), dtype=np.bool_)  # of each event, and of none
     events = trace.collectives["event"].to_numpy()
     details = trace.collectives.select(pl.col(list(_DETAILS)).is_not_null()).to_numpy()
-    np.logical_or.at(said, events, details)
+    np.logical_or.at(present, events, details)
     # what a call does not say itself, an annotation inside it may: `nccl:all_reduce`
-    np.logical_or.at(said, column(trace, "parent", -1)[events], details)
-    missing = ~said[calls]
+    np.logical_or.at(present, column(trace, "parent", -1)[events], details)
+    missing = ~present[calls]
     lacking = dict(zip(_DETAILS.values(), missing.sum(axis=0).tolist(), strict=True))
     counts = {word: number for word, number in lacking.items() if number}
     parts = [f"{', '.join(w for w, n in counts.items() if n == number)} in {count(number)}" for number in

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
-from typing import Any, Generic, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import numpy as np
 import polars as pl
@@ -21,6 +21,7 @@ from traceloom.model import Trace
 
 S = TypeVar("S")
 T = TypeVar("T")
+P = ParamSpec("P")
 MOST_BYTES = 48 << 20
 """Of one function's results: where those of all ranks fit, whoever asks rank after rank again (the findings after the
 sections) finds them; where they do not, only those of the last rank and what is looked at together with it are kept, so
@@ -55,27 +56,30 @@ def together(traces: Iterable[Trace]) -> Iterator[None]:
             room = MOST_EVENTS - trace.events.height
         groups[-1].append(trace)
     results: dict[Any, tuple[list[Trace], list[Any]]] = {}
-    asked = {id(trace): (group, results) for group in groups if len(group) > 1 for trace in group}
-    _groups.update(asked)
+    members = {id(trace): (group, results) for group in groups if len(group) > 1 for trace in group}
+    _groups.update(members)
     try:
         yield
     finally:
-        for key in asked:
+        for key in members:
             _groups.pop(key, None)
 
 
-def of_each(function: Callable[[Sequence[Trace]], Iterable[T]]) -> Callable[[Trace], T]:
+def of_each(function: Callable[Concatenate[Sequence[Trace], P], Iterable[T]]) -> Callable[Concatenate[Trace, P], T]:
     """The function of one trace whose results for several `function` gives at once, in their order.
 
-    The results of the traces that are looked at `together` with the last one are remembered until that ends.
+    The results of the traces that are looked at `together` with the last one are remembered until that ends. With a
+    choice of the user's (rules, peaks: an argument that is not None or empty), a trace is looked at alone.
     """
 
     @wraps(function)
-    def of_one(trace: Trace) -> T:
+    def of_one(trace: Trace, /, *choices: P.args, **more: P.kwargs) -> T:
+        if any(choice is not None and choice != () for choice in (*choices, *more.values())):
+            return next(iter(function([trace], *choices, **more)))
         group, results = _groups.get(id(trace), ([trace], {}))
         last, values = results.get(function, (None, []))
         if last is not group:
-            values = list(function(group))
+            values = list(function(group, *choices, **more))
             results[function] = group, values
         value: T = next(value for each, value in zip(group, values, strict=True) if each is trace)
         return value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -90,10 +90,7 @@ def roofline(run: Trace | Session, peak: Given = None, capture: Session | Trace 
     """
     user_peak = None if peak is None else peak_of(peak)
     traces = run.traces if isinstance(run, Session) else (run,)
-    if user_peak is None and capture is None:
-        return joined([_by_names(trace) for trace in traces])
-    placements = (placed(trace, user_peak, of_rank(capture, trace)) for trace in traces)
-    return joined([_of_traces([trace], [placement])[0] for trace, placement in zip(traces, placements, strict=True)])
+    return joined([_roofline(trace, user_peak, of_rank(capture, trace)) for trace in traces])
 
 
 def joined(parts: Sequence[Roofline]) -> Roofline:
@@ -108,11 +105,8 @@ def joined(parts: Sequence[Roofline]) -> Roofline:
 
 
 @of_each
-def _by_names(traces: Sequence[Trace]) -> Iterable[Roofline]:
-    return _of_traces(traces, [placed(trace) for trace in traces])
-
-
-def _of_traces(traces: Sequence[Trace], placements: Sequence[PlacedCalls]) -> list[Roofline]:
+def _roofline(traces: Sequence[Trace], peak: Peak | None, capture: Trace | None) -> list[Roofline]:
+    placements = [placed(trace, peak, capture) for trace in traces]
     utilised = utilisation(traces, placements)
     # over the whole steps in which the quantity is known; no row where none is
     of_steps = stacked(steps for steps, _ in utilised).filter("complete")

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from traceloom.analyze.remembered import of_each, per_trace
 from traceloom.analyze.stacked import stacked, unstacked
 from traceloom.model import Trace
-from traceloom.model.arrays import is_large, lookup, numbered
+from traceloom.model.arrays import coded, is_large, lookup, numbered
 from traceloom.model.letter_case import contain
 
 
@@ -63,14 +63,7 @@ def vocabulary(trace: Trace) -> Vocabulary:
 def _distinct(trace: Trace) -> tuple[pl.Series, NDArray[np.uint32]]:
     """The distinct names, and for each event the index of its own."""
     names = trace.events["name"]
-    if is_large(trace):
-        return numbered(names)
-    physical = names.cast(pl.Categorical).to_physical().to_numpy()  # numbers of the process, not of this trace alone
-    example = np.full(int(physical.max(initial=0)) + 1, -1)
-    example[physical] = np.arange(physical.size)
-    used = example >= 0
-    number = (np.cumsum(used) - 1).astype(np.uint32)
-    return names[example[used]], number[physical]
+    return numbered(names) if is_large(trace) else coded(names)
 
 
 @of_each

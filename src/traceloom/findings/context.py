@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ from traceloom.analyze.frames import STRETCHES
 from traceloom.analyze.idle import idle
 from traceloom.analyze.path.window import common_steps, usual_step
 from traceloom.analyze.quality_events import operators_left_out
+from traceloom.analyze.stacked import stacked
 from traceloom.analyze.steps import of_requests
 from traceloom.findings.wording import brief
 from traceloom.link import link_session
@@ -303,21 +304,15 @@ class Context:
             return rows
         return rows.filter(pl.col("step").is_between(self.steps[0], self.steps[-1]))
 
-    def of_all(self, frames: Iterable[pl.DataFrame]) -> pl.DataFrame:
-        """Frames of the traces, in their order, as one; `trace` says whose each row is: the place in `traces`."""
-        parts = list(frames)
-        whose = np.repeat(np.arange(len(parts)), [part.height for part in parts])
-        return pl.concat(parts).hstack([pl.Series("trace", whose)])
-
     def anti_pattern(self, pattern: str) -> tuple[pl.DataFrame, pl.DataFrame]:
         """What `AntiPatterns.patterns` and `.matches` say of one pattern in all traces, with `trace`."""
         whole = [self.ask(trace, anti_patterns) for trace in self.traces]
         of_pattern = pl.col("pattern") == pattern
-        rules = self.of_all(of_trace.patterns for of_trace in whole).filter(of_pattern)
-        return rules, self.of_all(of_trace.matches for of_trace in whole).filter(of_pattern)
+        rules = stacked(of_trace.patterns for of_trace in whole).filter(of_pattern)
+        return rules, stacked(of_trace.matches for of_trace in whole).filter(of_pattern)
 
     def nodes_of_all(self, rows: pl.DataFrame) -> Bools:
-        """The graph's nodes for events of all traces, shape (nodes,); `rows` as of `of_all`, with a column `event`."""
+        """The graph's nodes for events of all traces, shape (nodes,); `rows` (`stacked`) have a column `event`."""
         mask = np.zeros(self.graph.nodes.height, dtype=np.bool_)
         for of_trace in rows.partition_by("trace"):
             mask |= self.nodes_of(self.traces[of_trace["trace"][0]], of_trace["event"])
@@ -326,7 +321,7 @@ class Context:
     @cached_property
     def gaps(self) -> pl.DataFrame:
         """The parts of gaps of all devices in the steps that are looked at: as `Idle.gaps`, with `trace`."""
-        return self.in_step(self.of_all(self.ask(trace, idle).gaps for trace in self.traces))
+        return self.in_step(stacked(self.ask(trace, idle).gaps for trace in self.traces))
 
     @cached_property
     def across(self) -> AcrossRanks | None:

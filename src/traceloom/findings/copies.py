@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import polars as pl
 
+from traceloom.analyze.stacked import stacked
 from traceloom.findings.context import Context
 from traceloom.findings.rule import Candidate, FindingRule, Said
 from traceloom.findings.wording import brief
@@ -25,7 +26,7 @@ def _copies(context: Context) -> pl.DataFrame:
     """Copies of all traces, of each in order: trace, event, kind, bytes, start_ns, duration_ns, op, launch, step."""
     columns = ["start_ns", "duration_ns", "op", "launch", "step"]
     copies = (trace.copies.hstack(trace.events[columns][trace.copies["event"]]) for trace in context.traces)
-    return context.of_all(copies).sort("trace", "start_ns")
+    return stacked(copies).sort("trace", "start_ns")
 
 
 def _between_host_and_device(context: Context) -> pl.DataFrame:

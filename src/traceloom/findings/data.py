@@ -8,6 +8,7 @@ from functools import partial
 import polars as pl
 
 from traceloom import analyze
+from traceloom.analyze.stacked import stacked
 from traceloom.findings.context import Context
 from traceloom.findings.rule import Candidate, FindingRule, Said
 from traceloom.model import units
@@ -21,7 +22,7 @@ _WORKERS = 4
 def data_starved(context: Context) -> Iterator[Said]:
     """The main thread waits for, or makes, its batches."""
     masks = Selection("loading").nodes(context.graph)
-    waits = context.of_all(context.ask(trace, analyze.data_loading).waits for trace in context.traces)
+    waits = stacked(context.ask(trace, analyze.data_loading).waits for trace in context.traces)
     if not waits.height:
         yield Abstention("data-starved", "no data loader was recorded")
         return

@@ -11,6 +11,7 @@ import polars as pl
 from traceloom import analyze
 from traceloom.analyze.across.slow_steps import LEAST_STEPS, SlowSteps
 from traceloom.analyze.host_wait import COLLECTIONS
+from traceloom.analyze.stacked import stacked
 from traceloom.analyze.vocabulary import vocabulary
 from traceloom.findings.context import Context
 from traceloom.findings.rule import Candidate, FindingRule, Remark, Said
@@ -69,7 +70,7 @@ def compiling(context: Context) -> Iterator[Said]:
     """torch.compile compiles in the step."""
     mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
     compilations = (context.ask(trace, analyze.compiled).compilations for trace in context.traces)
-    compilations_in_step = context.in_step(context.of_all(compilations))
+    compilations_in_step = context.in_step(stacked(compilations))
     for rows in compilations_in_step.partition_by("trace"):
         mask |= context.below(context.traces[rows["trace"][0]], rows["event"])
     count, recompiled = compilations_in_step.height, int(compilations_in_step["recompile"].sum())

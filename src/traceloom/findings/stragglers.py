@@ -12,6 +12,7 @@ from traceloom.analyze.across.blame import slow_ranks
 from traceloom.analyze.across.lateness import CAUSE_WORDS
 from traceloom.analyze.idle_causes import HOST_CAUSES
 from traceloom.analyze.kernel_kinds import kinds
+from traceloom.analyze.stacked import stacked
 from traceloom.findings.communication import evened
 from traceloom.findings.context import Bools, Context
 from traceloom.findings.rule import Candidate, FindingRule, Said
@@ -192,7 +193,7 @@ def shards(context: Context) -> Iterator[Said]:
     if not context.meeting:
         yield Abstention("shard-imbalance", _APART)
         return
-    work = context.of_all(kinds(trace) for trace in context.traces)
+    work = stacked(kinds(trace) for trace in context.traces)
     mask = context.nodes_of_all(work.filter(pl.col("kind") == "embedding")) & context.of_kind(gs.KERNEL)
     worst = _worst(context, mask) if mask.any() else None
     if worst is None:

@@ -12,6 +12,7 @@ import numpy as np
 import polars as pl
 
 from traceloom import analyze
+from traceloom.analyze.stacked import stacked
 from traceloom.findings.context import Bools, Context
 from traceloom.findings.rule import Candidate, FindingRule, Said
 from traceloom.findings.wording import brief, place
@@ -112,7 +113,7 @@ def _of(slug: str, context: Context) -> Iterator[Said]:
 def _sites(context: Context) -> list[tuple[Trace, dict[str, Any], pl.DataFrame]]:
     """Places in the code that wait in the steps: trace, row of its sites, and their calls, the longest first."""
     blocking = [context.ask(trace, analyze.blocking_calls) for trace in context.traces]
-    calls = context.in_step(context.of_all(of_trace.calls for of_trace in blocking))
+    calls = context.in_step(stacked(of_trace.calls for of_trace in blocking))
     longest_first = calls.sort("blocked_ns", descending=True, maintain_order=True)
     by_site = {(of["trace"][0], of["site"][0]): of for of in longest_first.partition_by("trace", "site")}
     return [

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 import polars as pl
 
 from traceloom.array_types import Array, Bools
+from traceloom.model.arrays import coded
 from traceloom.model.letter_case import contains
 
 # cuda, cu, hip, ze, ur, pi, sycl and mtia spellings; matched with upper and lower case alike.
@@ -42,12 +42,7 @@ OF_HOST = (
 
 def words_of(names: pl.Series) -> tuple[pl.Series, Array]:
     """The distinct names, and for each name the index of it there, shape (names,); no name is an empty one."""
-    names = names.fill_null("") if names.null_count() else names
-    physical = names.cast(pl.Categorical).to_physical().to_numpy()  # numbers of the process, not of this trace alone
-    example = np.full(int(physical.max(initial=0)) + 1, -1)
-    example[physical] = np.arange(physical.size)
-    used = example >= 0
-    return names[example[used]], (np.cumsum(used, dtype=np.uint32) - 1)[physical]
+    return coded(names.fill_null("") if names.null_count() else names)
 
 
 def named(names: pl.Series, pattern: str) -> Bools:

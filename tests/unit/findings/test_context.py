@@ -12,6 +12,7 @@ import pytest
 
 from support.by_hand import BUSY, GEMM, HandStep
 from support.jobs import Recipe, training_job
+from traceloom.analyze.stacked import stacked
 from traceloom.findings import Context
 from traceloom.model import Session
 from traceloom.model import graph_schema as gs
@@ -207,7 +208,7 @@ def test_events_and_threads_of_ranks_are_told_apart_though_their_numbers_are_the
         pl.DataFrame({"event": sorted(event for place, event in rows if place == trace)}, schema={"event": pl.UInt32})
         for trace in range(3)
     ]
-    chosen = context.nodes_of_all(context.of_all(frames))
+    chosen = context.nodes_of_all(stacked(frames))
     nodes = context.graph.nodes
     places = {trace.rank: place for place, trace in enumerate(context.traces)}
     expected = [(places[rank], event) in rows for rank, event in nodes.select("rank", "event").iter_rows()]
