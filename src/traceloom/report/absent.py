@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from traceloom.model.columns import column
+from traceloom.model.frames import rows
 
 if TYPE_CHECKING:
     from traceloom.report.documents.report import AbsentRow
@@ -85,8 +86,7 @@ class Absent:
         for name in frame.columns:
             if frame[name].null_count():
                 self.say(f"{path}[*].{name}")
-        rows: list[Any] = frame.to_dicts()  # of the type that the document has there
-        return rows
+        return rows(frame)
 
     def listed(self, frame: pl.DataFrame, path: str) -> list[Any]:
         """`rows` of a list that is itself explained where it is empty."""

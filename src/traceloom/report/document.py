@@ -18,6 +18,7 @@ from traceloom.analyze.quality_effects import affected
 from traceloom.analyze.remembered import together
 from traceloom.files import with_addresses
 from traceloom.model import Notice, Session
+from traceloom.model.frames import rows
 from traceloom.model.notice import worst_first
 from traceloom.report.absent import Absent
 from traceloom.report.faults import Faults
@@ -101,7 +102,6 @@ def build(session: Session, options: ReportOptions | None = None, *, beside: boo
     of_ranks = tuple(n.of_rank(m.trace.rank) for m in ranks for n in m.notices)
     notices = whole.all_notices() + of_ranks + faults.notices()
     answer = analyze.answer(part, [m.facts for m in ranks])
-    parts: list[Any] = answer.parts.to_dicts()
     if answer.step_ns is None:
         absent.say("answer.step_ns")
     return {
@@ -110,7 +110,7 @@ def build(session: Session, options: ReportOptions | None = None, *, beside: boo
             "sentence": answer.sentence,
             "step_ns": answer.step_ns,
             "whole_ns": answer.whole_ns,
-            "parts": parts,
+            "parts": rows(answer.parts),
         },
         "inputs": _inputs((whole,), absent),
         "notices": _notices(notices, absent),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
@@ -12,7 +12,7 @@ from traceloom.model.frames import rows
 from traceloom.model.notice import worst_first
 
 if TYPE_CHECKING:
-    from traceloom.report.documents.graph import GraphDocument, LawValue
+    from traceloom.report.documents.graph import GraphDocument
     from traceloom.retime.law import Law
 
 FORMAT, VERSION = "traceloom-link", 1
@@ -28,6 +28,7 @@ def build(graph: Graph, law: Law | None = None) -> GraphDocument:
     nodes, edges = graph.nodes, graph.edges
     kinds = nodes.group_by("kind").agg(pl.len().alias("count"), pl.col("duration_ns").sum().alias("time_ns"))
     typed = edges.group_by("kind", "evidence").agg(pl.len().alias("count"))
+    law_fields: Any = None if law is None else law.to_dict()
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -44,28 +45,6 @@ def build(graph: Graph, law: Law | None = None) -> GraphDocument:
         ),
         "coverage": rows(graph.coverage),
         "delays": rows(graph.delays),
-        "law": None if law is None else _law(law),
+        "law": law_fields,
         "notices": [notice.to_dict() for notice in worst_first(graph.notices)],
-    }
-
-
-def _law(law: Law) -> LawValue:
-    return {
-        "sentence": law.sentence,
-        "holds": law.holds,
-        "window_ns": law.window_ns,
-        "exact_error_ns": law.exact_error_ns,
-        "honest_error_ns": law.honest_error_ns,
-        "honest_error": law.honest_error,
-        "point_error_ns": law.point_error_ns,
-        "point_error": law.point_error,
-        "points_hold": law.points_hold,
-        "residual_ns": law.residual_ns,
-        "residual_share": law.residual_share,
-        "assumed_ns": law.assumed_ns,
-        "assumed_share": law.assumed_share,
-        "pass_ns": law.pass_ns,
-        "ranks": rows(law.ranks),
-        "path": rows(law.path),
-        "unexplained": rows(law.unexplained),
     }

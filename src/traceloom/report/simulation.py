@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from traceloom import __version__
 from traceloom.model import units
@@ -12,8 +12,6 @@ from traceloom.simulate.simulation import Simulation
 
 if TYPE_CHECKING:
     from traceloom.report.documents import SimulationDocument
-    from traceloom.report.documents.simulation import SimulationDeviceValue
-    from traceloom.simulate.device import DeviceChange
 
 FORMAT = "traceloom-simulation"
 VERSION = 1
@@ -21,6 +19,7 @@ VERSION = 1
 
 def build(answer: Simulation) -> SimulationDocument:
     """The document: the answer, how far it can be trusted, and its tables but that of the nodes."""
+    device: Any = None if answer.device is None else answer.device.to_dict()
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -45,20 +44,7 @@ def build(answer: Simulation) -> SimulationDocument:
         "notices": [notice.to_dict() for notice in answer.notices],
         "identity": answer.identity,
         "trusted": answer.trusted,
-        "device": None if answer.device is None else _device(answer.device),
-    }
-
-
-def _device(change: DeviceChange) -> SimulationDeviceValue:
-    return {
-        "device": change.device,
-        "recorded": list(change.recorded),
-        "host_factor": change.host_factor,
-        "before_ns": change.before_ns,
-        "after_ns": change.after_ns,
-        "low_ns": change.low_ns,
-        "high_ns": change.high_ns,
-        "account": rows(change.account),
+        "device": device,
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 import polars as pl
 
@@ -12,6 +12,7 @@ from traceloom.analyze.allocations.allocator import fragments
 from traceloom.analyze.allocations.growth import LEAST_STEPS
 from traceloom.analyze.allocations.module_activations import module_activations
 from traceloom.model import Trace
+from traceloom.model.frames import rows
 from traceloom.model.snapshot import Snapshot
 from traceloom.read.memory_files import whole
 from traceloom.report.absent import Absent
@@ -114,10 +115,10 @@ def allocator(trace: Trace, totals: MemoryTotals, snapshot: Snapshot | None) -> 
     if totals["device_type"] in _HOST:
         return None
     number = max(totals["device"], 0)
-    states: list[Any] = []  # as the document has them
+    states: list[MemoryAllocatorRow] = []
     if snapshot is not None:
         in_device = fragments(snapshot).filter(pl.col("device") == number)
-        states = in_device.select(*_FRAGMENTS, retries=pl.lit(None), outside_bytes=pl.lit(None)).to_dicts()
+        states = rows(in_device.select(*_FRAGMENTS, retries=pl.lit(None), outside_bytes=pl.lit(None)))
     has_state = bool(states)
     state: MemoryAllocatorRow = states[0] if states else {**_NO_STATE}
     listed = (trace.meta.capture or {}).get("allocators_at_end")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 import polars as pl
@@ -14,6 +14,7 @@ from traceloom.analyze.allocations.context import innermost
 from traceloom.analyze.allocations.growth import growth
 from traceloom.analyze.ancestry import forest
 from traceloom.files import with_addresses
+from traceloom.model.frames import rows
 from traceloom.model.snapshot import frame_text
 from traceloom.read.memory_files import whole
 from traceloom.report.memory.sources import Sources
@@ -127,11 +128,10 @@ def of_blocks(explained: Explained, sources: Sources, epoch_ns: int) -> list[Mem
 
 def _holders(held: dict[str, int], tree: pl.DataFrame, suggestions: Iterable[why.Advice]) -> EndHolders:
     total = sum(held.values())
-    nodes: list[Any] = tree.to_dicts()  # as the document has them
     return {
         "bytes": total,
         "kinds": [{"name": name, "bytes": size, "fraction": size / max(total, 1)} for name, size in held.items()],
-        "tree": nodes,
+        "tree": rows(tree),
         "advice": [
             {"action": advice.action, "text": advice.text, "bytes": advice.bytes, "why": advice.why}
             for advice in suggestions

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import polars as pl
@@ -14,9 +14,9 @@ from traceloom.model import Trace, units
 from traceloom.model.frames import as_declared, schema
 from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
-from traceloom.report.sections.section import Frames, Section, Study, table
+from traceloom.report.sections.section import Frames, Listed, Section, Study, table
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Cells, Table, yes_or_no
+from traceloom.report.table import Table, yes_or_no
 
 if TYPE_CHECKING:
     from traceloom.report.documents.sections import CompileValue
@@ -111,8 +111,9 @@ class CompileSection(Section[Frames, "CompileValue"]):
         by_part = [{**row, "part": _WORDS.get(row["part"], row["part"])} for row in value["time"]]
         compilations = [{**row, "recompile": yes_or_no(row["recompile"])} for row in value["compilations"]]
         uncompiled = [{**row, "part": _WORDS.get(row["part"], row["part"])} for row in value["uncompiled"]]
-        tables: list[tuple[str, str, Sequence[Cells], list[str]]] = [
-            ("time", "Time by part", by_part, ["?rank", "part", "host_ns", *gpu]),
+        columns = ["?rank", "part", "host_ns", *gpu]
+        yield table("compile.time", "Time by part", columns, by_part, among=value["counts"])
+        listed: list[Listed] = [
             ("regions", "Compiled regions", value["regions"], ["?rank", "region", "host_ns", "graph_ns", "+wrapper_ns",
                 "break_ns", *gpu, "+backward_host_ns", "count", "graph_break_count", "function"]),
             ("breaks", "Graph breaks", value["breaks"], ["?rank", "region", "resumed", "count", "between_ns",
@@ -122,9 +123,7 @@ class CompileSection(Section[Frames, "CompileValue"]):
             ("graphs", "Compiled graphs", value["graphs"], ["?rank", "host_ns", *gpu, "count", "region", "name"]),
             ("uncompiled", "Not compiled", uncompiled, ["?rank", "host_ns", *gpu, "count", "part", "name"]),
         ]  # fmt: skip
-        for name, title, rows, columns in tables:
-            if rows or name == "time":
-                yield table(f"compile.{name}", title, columns, rows, among=value["counts"])
+        yield from self.filled(listed, value["counts"])
 
     def summary(self, value: CompileValue) -> str | None:
         counts = value["counts"]

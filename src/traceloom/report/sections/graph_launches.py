@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import polars as pl
@@ -12,9 +12,9 @@ from traceloom.analyze.graph_launches import GRAPHS, NODES, REPLAYS
 from traceloom.model import Trace, units
 from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
-from traceloom.report.sections.section import Frames, Section, Study, table
+from traceloom.report.sections.section import Frames, Listed, Section, Study
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Cells, Table
+from traceloom.report.table import Table
 
 if TYPE_CHECKING:
     from traceloom.report.documents.sections import GraphLaunchesValue
@@ -63,7 +63,7 @@ class GraphLaunchesSection(Section[Frames, "GraphLaunchesValue"]):
 
     def tables(self, value: GraphLaunchesValue) -> Iterator[Table]:
         deviating = [row for row in value["replays"] if row["deviation"]]
-        tables: list[tuple[str, str, Sequence[Cells], list[str]]] = [
+        listed: list[Listed] = [
             ("graphs", "Graphs", value["graphs"], ["?rank", "graph", "replay_count", "node_count", "span_median_ns",
                 "+span_min_ns", "span_max_ns", "idle_median_ns", "+call_median_ns", "total_ns", "deviating_count",
                 "+like", "+evidence", "+launch_name"]),
@@ -72,9 +72,7 @@ class GraphLaunchesSection(Section[Frames, "GraphLaunchesValue"]):
             ("replays", "Replays that deviate", deviating, ["?rank", "graph", "replay", "span_ns", "start_ns", "+step",
                 "worst_node", "worst_excess_ns", "deviation"]),
         ]  # fmt: skip
-        for name, title, rows, columns in tables:
-            if rows:
-                yield table(f"graph_launches.{name}", title, columns, rows, among=value["graphs"])
+        yield from self.filled(listed, value["graphs"])
 
     def summary(self, value: GraphLaunchesValue) -> str | None:
         if not value:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -12,9 +12,9 @@ from traceloom.model import Trace, units
 from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
 from traceloom.report.sections.capture_of_graphs import capture_of_graphs
-from traceloom.report.sections.section import Section, Study, table
+from traceloom.report.sections.section import Listed, Section, Study
 from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Cells, Table
+from traceloom.report.table import Table
 
 if TYPE_CHECKING:
     from traceloom.report.documents.sections import InferenceValue
@@ -101,7 +101,7 @@ class InferenceSection(Section[Inference, "InferenceValue"]):
         return {**self.lists(frames, absent), "mapped_fraction": least}
 
     def tables(self, value: InferenceValue) -> Iterator[Table]:
-        tables: list[tuple[str, str, Sequence[Cells], list[str]]] = [
+        listed: list[Listed] = [
             ("mix", "Steps by kind", value["mix"], ["?rank", "kind", "step_count", "mean_duration_ns", "mean_gpu_ns",
                 "+max_gpu_ns", "gpu_fraction", "mean_requests", "context_tokens", "generation_tokens",
                 "between_median_ns", "+between_p95_ns"]),
@@ -114,10 +114,8 @@ class InferenceSection(Section[Inference, "InferenceValue"]):
             ("nodes", "Nodes of graphs", value["nodes"], ["?rank", "graph", "node", "total_ns", "op_name", "+evidence",
                 "+reason", "name"]),
         ]  # fmt: skip
-        everything = [row for _, _, rows, _ in tables for row in rows]
-        for name, title, rows, columns in tables:
-            if rows:
-                yield table(f"inference.{name}", title, columns, rows, among=everything)
+        everything = [row for _, _, rows, _ in listed for row in rows]
+        yield from self.filled(listed, everything)
 
     def summary(self, value: InferenceValue) -> str | None:
         if not value:

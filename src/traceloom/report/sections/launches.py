@@ -17,7 +17,7 @@ from traceloom.harmless import harmless
 from traceloom.model import Trace, units
 from traceloom.report.absent import Absent
 from traceloom.report.options import ReportOptions
-from traceloom.report.sections.section import Section, Study, on_rank, table
+from traceloom.report.sections.section import Listed, Section, Study, on_rank
 from traceloom.report.sections.shapes import Part
 from traceloom.report.table import Cells, Table
 
@@ -120,7 +120,7 @@ class LaunchesSection(Section[Launches, "LaunchesValue"]):
             for low_ns, rows in sorted(bins.items())
             if any(row["kernel_count"] for row in rows)
         ]
-        tables: list[tuple[str, str, Sequence[Cells], list[str]]] = [
+        listed: list[Listed] = [
             ("totals", "Launches", value["totals"], ["?rank", "+device", "launch_count", "work_count",
                 "+unknown_count", *_DELAYS, "late_count"]),
             ("queues", "Queues", queues, ["?rank", "+device", "stream", "launch_count", "max_launches",
@@ -137,9 +137,7 @@ class LaunchesSection(Section[Launches, "LaunchesValue"]):
             ("steps", "Per step", value["steps"], ["?rank", "+device", "mean_launch_count", "+min_launch_count",
                 "+max_launch_count", "mean_call_ns", "max_call_ns", "mean_short_count", "mean_held_ns", "step_count"]),
         ]  # fmt: skip
-        for name, title, shown, columns in tables:
-            if shown:
-                yield table(f"launches.{name}", title, columns, shown, among=value["totals"])
+        yield from self.filled(listed, value["totals"])
 
     def summary(self, value: LaunchesValue) -> str | None:
         totals = [row for row in value["totals"] if row["launch_count"]]

@@ -25,7 +25,7 @@ type of its value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
 Frames = dict[str, pl.DataFrame]
 Columns = list[str | Col]
+Listed = tuple[str, str, Sequence[Cells], Sequence[str]]
+"""A list of a section's value as a table: its name, the heading, the rows, the columns (see `table`)."""
 Result = TypeVar("Result")
 Value = TypeVar("Value")
 
@@ -224,6 +226,13 @@ class Section(Generic[Result, Value]):
         for name, part in self.parts.items():
             out |= part.reasons(f"{self.key}.{name}")
         return out | {f"{self.key}.{path}".rstrip("."): reason for path, reason in self.unknown.items()}
+
+    def filled(self, listed: Iterable[Listed], among: Iterable[Cells]) -> Iterator[Table]:
+        """The tables of those lists of the value that have rows; `among` as for `table`."""
+        deciding = list(among)
+        for name, title, rows, columns in listed:
+            if rows:
+                yield table(f"{self.key}.{name}", title, columns, rows, among=deciding)
 
     def lists(self, frames: Mapping[str, pl.DataFrame], absent: Absent) -> Value:
         """The rows of frames as they stand in the document; why there are none, where the part of that name says so."""
