@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -311,11 +311,16 @@ class Context:
         rules = stacked(of_trace.patterns for of_trace in whole).filter(of_pattern)
         return rules, stacked(of_trace.matches for of_trace in whole).filter(of_pattern)
 
+    def by_trace(self, rows: pl.DataFrame) -> Iterator[tuple[Trace, pl.DataFrame]]:
+        """Each trace that has rows, and these, in their order; `rows` is `stacked`."""
+        for own in rows.partition_by("trace", maintain_order=True):
+            yield self.traces[own["trace"][0]], own
+
     def nodes_of_all(self, rows: pl.DataFrame) -> Bools:
         """The graph's nodes for events of all traces, shape (nodes,); `rows` (`stacked`) have a column `event`."""
         mask = np.zeros(self.graph.nodes.height, dtype=np.bool_)
-        for of_trace in rows.partition_by("trace"):
-            mask |= self.nodes_of(self.traces[of_trace["trace"][0]], of_trace["event"])
+        for trace, own in self.by_trace(rows):
+            mask |= self.nodes_of(trace, own["event"])
         return mask
 
     @cached_property

@@ -44,11 +44,10 @@ def back_and_forth(context: Context) -> Iterator[Said]:
     mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
     pairs = 0
     copies = context.in_step(_between_host_and_device(context))
-    for of_trace in copies.partition_by("trace", maintain_order=True):
+    for trace, of_trace in context.by_trace(copies):
         # a copy to the host, and the next copy of as many bytes back
         paired: list[int] = []
         waiting: dict[int, list[int]] = {}
-        trace = context.traces[of_trace["trace"][0]]
         for event, kind, size in of_trace[["event", "kind", "bytes"]].iter_rows():
             if kind == "DtoH":
                 waiting.setdefault(size, []).append(event)

@@ -31,8 +31,7 @@ def data_starved(context: Context) -> Iterator[Said]:
     if not waited or not masks.any():
         return
     waiting: list[pl.DataFrame] = []
-    for rows in waits.partition_by("trace"):
-        trace = context.traces[rows["trace"][0]]
+    for trace, rows in context.by_trace(waits):
         rank = pl.lit(trace.rank, dtype=pl.Int32).alias("rank")
         lane, end = trace.events["lane"][rows["event"]], pl.col("start_ns") + pl.col("duration_ns")
         waiting.append(rows.select(rank, lane, "start_ns", end.alias("end_ns")))

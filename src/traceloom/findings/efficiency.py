@@ -51,8 +51,8 @@ def _products(context: Context) -> tuple[Bools, Bools, bool]:
     size = context.graph.nodes.height
     odd, unused = np.zeros(size, dtype=np.bool_), np.zeros(size, dtype=np.bool_)
     rules, matches = context.anti_pattern("unaligned_half_matmul")
-    for rows in matches.partition_by("trace"):
-        odd |= context.below(context.traces[rows["trace"][0]], rows["event"])
+    for trace, rows in context.by_trace(matches):
+        odd |= context.below(trace, rows["event"])
     for trace in context.traces:
         unused |= context.nodes_of(trace, context.ask(trace, _without_units))
     kernels = context.of_kind(gs.KERNEL)

@@ -86,10 +86,7 @@ def _late(context: Context) -> pl.DataFrame:
     if context.steps is not None or not late.height:
         return late
     # one call or operator that takes long, at the start say, does not come again
-    took = pl.concat(
-        context.traces[part["trace"][0]].events["duration_ns"].gather(part["host_event"])
-        for part in late.partition_by("trace", maintain_order=True)
-    )
+    took = pl.concat(trace.events["duration_ns"].gather(part["host_event"]) for trace, part in context.by_trace(late))
     once = pl.min_horizontal("duration_ns", took) >= long
     return late.filter(~(once & cause.is_in(list(_SINGLE))))
 
@@ -103,8 +100,7 @@ def _while_late(context: Context) -> pl.DataFrame:
         pl.col("launch").first(), pl.col("start_ns").min(), pl.col("duration_ns").sum()
     )  # fmt: skip
     rank = host["rank"].to_numpy()
-    for late in all_late.partition_by("trace"):
-        trace = context.traces[late["trace"][0]]
+    for trace, late in context.by_trace(all_late):
         rows = host[np.flatnonzero(rank == trace.rank)] if len(context.traces) > 1 else host
         # lanes one after the other on one axis
         width = trace.end_ns - trace.start_ns + 1

@@ -34,10 +34,9 @@ def collections(context: Context) -> Iterator[Said]:
     nodes = context.graph.nodes
     # frames and annotations that the graph knows only as time of something else
     pauses = context.gaps.filter(pl.col("cause") == "host_garbage_collection")
-    for gaps in pauses.partition_by("trace", maintain_order=True):
+    for trace, gaps in context.by_trace(pauses):
         if mask.any():
             break
-        trace = context.traces[gaps["trace"][0]]
         # host nodes that hold such a pause of the device
         start = nodes["start_ns"].to_numpy() + context.graph.epoch_ns
         end = start + nodes["duration_ns"].to_numpy()
@@ -71,8 +70,8 @@ def compiling(context: Context) -> Iterator[Said]:
     mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
     compilations = (context.ask(trace, analyze.compiled).compilations for trace in context.traces)
     compilations_in_step = context.in_step(stacked(compilations))
-    for rows in compilations_in_step.partition_by("trace"):
-        mask |= context.below(context.traces[rows["trace"][0]], rows["event"])
+    for trace, rows in context.by_trace(compilations_in_step):
+        mask |= context.below(trace, rows["event"])
     count, recompiled = compilations_in_step.height, int(compilations_in_step["recompile"].sum())
     if not mask.any():
         yield from _without_host(context, "compiling")

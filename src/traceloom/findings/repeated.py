@@ -78,8 +78,7 @@ def unfused_optimizer(context: Context) -> Iterator[Said]:
         yield Abstention("unfused-optimizer", next((reason for reason in reversed(rules["reason"]) if reason), ""))
         return
     matches = context.in_step(matches)
-    for rows in matches.partition_by("trace"):  # a closure makes the passes inside of it
-        trace = context.traces[rows["trace"][0]]
+    for trace, rows in context.by_trace(matches):  # a closure makes the passes inside of it
         mask |= context.below(trace, rows["event"]) & ~context.inside(trace, context.ask(trace, of_passes))
     host = mask & context.of_kind(gs.HOST, gs.THINK, gs.LAUNCH)
     if not host.any():
