@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypedDict, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import polars as pl
 
@@ -31,6 +31,7 @@ from traceloom.report.window import of_steps
 
 if TYPE_CHECKING:
     from traceloom.report.documents import ReportDocument
+    from traceloom.report.documents.head import ReportHead
     from traceloom.report.documents.report import (
         AbsentRow,
         DeviceRow,
@@ -194,17 +195,7 @@ _CORE = (
 )
 
 
-class Head(TypedDict):
-    """The beginning of the document."""
-
-    format: str
-    version: int
-    traceloom: str
-    name: str
-    epoch_ns: str
-
-
-def _head(name: str, epoch_ns: int) -> Head:
+def _head(name: str, epoch_ns: int) -> ReportHead:
     return {
         "format": FORMAT,
         "version": VERSION,

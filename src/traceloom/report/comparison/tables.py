@@ -72,9 +72,9 @@ def tables(document: ComparisonDocument) -> Iterator[Table]:
             row for row in operators if row["status"] != "same" and (row["base_duration_ns"] or row["new_duration_ns"])
         ]
         title = "Operators by GPU work"
-        yield from _operators(changed, len(operators), "diff-operators", title, "duration_", _LAUNCHED)
+        yield from _operators(changed, len(operators), "diff-operators", title, of="duration_", hint=_LAUNCHED)
     changed = [row for row in operators if row["host_status"] != "same" and (row["base_host_ns"] or row["new_host_ns"])]
-    yield from _operators(changed, len(operators), "diff-host", "Operators by host time", "host_", _ON_THREAD)
+    yield from _operators(changed, len(operators), "diff-host", "Operators by host time", of="host_", hint=_ON_THREAD)
 
 
 def conditions(document: ComparisonDocument | VerdictDocument, key: str, note: str) -> Iterator[Table]:
@@ -107,8 +107,8 @@ def _times(hint: str, of: str = "", *, adds_up: bool = False) -> list[Col]:
     ]
 
 
-def _operators(  # noqa: PLR0917  (a table and what stands above it)
-    changed: Sequence[ComparedOperatorRow], count: int, key: str, title: str, of: str, hint: str
+def _operators(
+    changed: Sequence[ComparedOperatorRow], count: int, key: str, title: str, *, of: str, hint: str
 ) -> Iterator[Table]:
     """The operators that changed by one of their times, of so many, the largest differences first."""
     status: Literal["host_status", "status"] = "host_status" if of == "host_" else "status"

@@ -3,6 +3,7 @@
 from typing import Any, Literal, TypedDict
 
 from traceloom.model.notice import NoticeFields
+from traceloom.report.documents.head import DocumentHead
 
 
 class FitFields(TypedDict):
@@ -34,12 +35,9 @@ class TransferFitRow(FitFields, CollectiveGroupFields):
     whole: bool
 
 
-class CalibrationDocument(TypedDict):
+class CalibrationDocument(DocumentHead):
     """How long a run's own collectives take; `machine` is as its file has it: without what is as by default."""
 
-    format: str
-    version: int
-    traceloom: str
     sentence: str
     transfers: list[TransferFitRow]
     machine: dict[str, Any]

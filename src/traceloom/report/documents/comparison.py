@@ -3,6 +3,7 @@
 from typing import TypedDict
 
 from traceloom.model.notice import NoticeFields
+from traceloom.report.documents.head import DocumentHead
 
 
 class ComparedInputRow(TypedDict):
@@ -112,12 +113,9 @@ class ComparedStepRow(TypedDict):
     duration_ns: int
 
 
-class ComparisonDocument(TypedDict):
+class ComparisonDocument(DocumentHead):
     """Two runs against each other."""
 
-    format: str
-    version: int
-    traceloom: str
     base: ComparedRunValue
     new: ComparedRunValue
     sentence: str

@@ -3,6 +3,7 @@
 from typing import TypedDict
 
 from traceloom.model.notice import NoticeFields
+from traceloom.report.documents.head import DocumentHead
 
 
 class NodeKindRow(TypedDict):
@@ -122,12 +123,9 @@ class LawValue(TypedDict):
     unexplained: list[UnexplainedRow]
 
 
-class GraphDocument(TypedDict):
+class GraphDocument(DocumentHead):
     """What a graph is made of."""
 
-    format: str
-    version: int
-    traceloom: str
     name: str
     stage: str
     epoch_ns: str

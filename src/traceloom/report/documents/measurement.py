@@ -4,6 +4,7 @@ from typing import Any, TypedDict
 
 from traceloom.model.notice import NoticeFields
 from traceloom.report.documents.calibration import CollectiveGroupFields, FitFields, TransferFitRow
+from traceloom.report.documents.head import DocumentHead
 from traceloom.report.documents.report import AbsentRow
 
 
@@ -46,12 +47,9 @@ class KernelFitRow(FitFields):
     rate: float | None
 
 
-class MeasurementDocument(TypedDict):
+class MeasurementDocument(DocumentHead):
     """What was measured; `machine` is as its file has it: without what is as by default."""
 
-    format: str
-    version: int
-    traceloom: str
     sentence: str
     machine: dict[str, Any]
     transfers: list[TransferFitRow]

@@ -3,6 +3,7 @@
 from typing import TypedDict
 
 from traceloom.model.notice import NoticeFields
+from traceloom.report.documents.head import DocumentHead
 
 
 class StepQuantileRow(TypedDict):
@@ -28,12 +29,9 @@ class ScaledCollectiveRow(TypedDict):
     waiting_after_ns: int
 
 
-class ScaledDocument(TypedDict):
+class ScaledDocument(DocumentHead):
     """A job of many ranks, from a few recorded ones."""
 
-    format: str
-    version: int
-    traceloom: str
     name: str
     machine: str
     sentence: str

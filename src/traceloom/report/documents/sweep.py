@@ -2,6 +2,8 @@
 
 from typing import TypedDict
 
+from traceloom.report.documents.head import DocumentHead
+
 
 class SweepAnswerFields(TypedDict):
     """What stands at every point, besides a value for each parameter; `ranks` as asked for where it is one of them."""
@@ -39,12 +41,9 @@ class SensitivityRow(TypedDict):
     pairs: int
 
 
-class SweepDocument(TypedDict):
+class SweepDocument(DocumentHead):
     """The same question at many points."""
 
-    format: str
-    version: int
-    traceloom: str
     name: str
     keys: list[str]
     points: list[SweepPointRow]

@@ -3,6 +3,7 @@
 from typing import TypedDict
 
 from traceloom.report.documents.comparison import ComparisonDocument, ConditionRow
+from traceloom.report.documents.head import DocumentHead
 
 
 class JudgedRunRow(TypedDict):
@@ -65,12 +66,9 @@ class PowerRow(TypedDict):
     reason: str | None
 
 
-class VerdictDocument(TypedDict):
+class VerdictDocument(DocumentHead):
     """Whether the new side is worse."""
 
-    format: str
-    version: int
-    traceloom: str
     passed: bool
     strict: bool
     base: JudgedSideValue

@@ -2,6 +2,8 @@
 
 from typing import TypedDict
 
+from traceloom.report.documents.head import DocumentHead
+
 
 class AssumedChangeRow(TypedDict):
     """A change, and what it assumes."""
@@ -43,12 +45,9 @@ class TrustValue(TypedDict):
     residual_share: float
 
 
-class WhatIfDocument(TypedDict):
+class WhatIfDocument(DocumentHead):
     """What some changes would do."""
 
-    format: str
-    version: int
-    traceloom: str
     name: str
     step: int | None
     sentence: str
