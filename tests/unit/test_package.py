@@ -1,4 +1,4 @@
-"""The package as a whole: what importing it costs, which way imports point, how large its parts are."""
+"""The package as a whole: what importing it costs, and which way imports point."""
 
 from __future__ import annotations
 
@@ -155,14 +155,3 @@ def test_the_drawn_error_tree_is_the_real_one() -> None:
         assert line is not None, f"{kind.__name__} is not drawn"
         if kind is not errors.TraceloomError:
             assert line.rstrip().endswith(f"exit {kind.exit_code}")
-
-
-def test_no_module_is_a_scroll() -> None:
-    long = {path: text.count("\n") for path in MODULES if (text := path.read_text(encoding="utf-8")).count("\n") > 600}
-    assert not long
-
-
-def test_no_module_is_a_drawer_for_odds_and_ends() -> None:
-    banned = {"utils", "util", "common", "helpers", "helper", "core", "misc"}
-    for path in MODULES:
-        assert not banned & {part.removesuffix(".py") for part in path.relative_to(SOURCE).parts}, path
