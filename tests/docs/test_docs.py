@@ -38,9 +38,10 @@ def test_make_targets_named_in_the_readme_exist() -> None:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
-def test_the_changelog_begins_with_the_version_of_the_package() -> None:
-    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    newest = re.search(r"^## (\S+)", text, re.MULTILINE)
-    assert newest is not None
-    assert newest[1] == traceloom.__version__
+def test_the_changelog_begins_with_the_version_of_the_package_or_the_next_one() -> None:
     assert f'version = "{traceloom.__version__}"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    newest = re.search(r"^## (\d+(?:\.\d+)+)( \(unreleased\))?$", text, re.MULTILINE)
+    assert newest is not None
+    described, installed = (tuple(map(int, version.split("."))) for version in (newest[1], traceloom.__version__))
+    assert described > installed if newest[2] else described == installed
