@@ -239,6 +239,45 @@ def test_address_reuse_lost_frees_and_blocks_from_before() -> None:
     assert (found.start_ns == EXISTED).sum() == 1
 
 
+def test_without_addresses_a_free_ends_the_youngest_block_of_its_size() -> None:
+    builder = TraceBuilder().op("aten::mm", 0, 100)
+    for time, change in enumerate([-10, 10, 20, 10, -10, -20, 10, -10]):
+        builder.allocation(1.0 + time, change, address=0)
+    builder.allocation(50, 10, address=0, device=1)  # of another device
+    trace = builder.build()
+    found = blocks(trace)
+    found.check()
+    pairs = zip(found.made.tolist(), found.ended.tolist(), found.bytes.tolist(), strict=True)
+    assert sorted(pairs) == [(-1, 0, 10), (1, 9, 10), (2, 5, 20), (3, 4, 10), (6, 7, 10), (8, 9, 10)]
+    assert (found.lost_frees, found.resized) == (0, 0)
+    notices = {notice.slug: notice.count for notice in allocations(trace).notices}
+    assert notices == {"freed-from-before": 1, "allocations-without-address": 6}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([8, 16, 24, -8, -16, -24]), st.sampled_from([0, 0, 0, 1])), min_size=1, max_size=60
+    )
+)
+def test_without_addresses_the_blocks_add_up_to_the_events_of_every_device(events: list[tuple[int, int]]) -> None:
+    builder = TraceBuilder().op("aten::mm", 0, 1000)
+    for number, (change, device) in enumerate(events):
+        builder.allocation(1.0 + number, change, address=0, device=device)
+    found = blocks(builder.build())
+    found.check()
+    for number, pool in enumerate(found.pools):
+        changes = np.diff(found.levels(number, len(events))).tolist()
+        assert changes == [change if device == pool.device else 0 for change, device in events]
+    alive = [(pool, int(size)) for pool, size in zip(found.pool, found.bytes, strict=True)]
+    # as many blocks as allocations, and the frees of what was there before: no more than the sums require
+    for number, pool in enumerate(found.pools):
+        for size in (8, 16, 24):
+            level = np.cumsum([np.sign(c) for c, device in events if abs(c) == size and device == pool.device])
+            made = sum(c == size and device == pool.device for c, device in events)
+            assert alive.count((number, size)) == made - min(0, *level.tolist(), 0)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 1000)), min_size=1, max_size=60), st.integers(0, 10_000))
 def test_the_blocks_add_up_to_the_allocators_total_after_every_event(moves: list[tuple[int, int]], before: int) -> None:

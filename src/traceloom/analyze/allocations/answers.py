@@ -35,6 +35,8 @@ _GONE = """storages ({size}) from before the recording were not found any more a
 recorded: they count until the end"""
 _EARLY = """blocks ({size}) were freed whose allocation was not recorded: they are taken to be from before the
 recording, where no other thread made them; their owner is unknown"""
+_NO_ADDRESS = """blocks were recorded without an address: a free is taken to end the youngest block of its size, so
+that sums are right but single lifetimes are guesses"""
 _UNKNOWN = "backward nodes belong to no recorded forward operator: what they allocate is called backward.unknown"
 _COMPILED = """allocations ({size}) were made in compiled code: they are charged to the scope that called it, because
 modules and scopes inside it are gone"""
@@ -128,6 +130,7 @@ def answers(explained: Explained, rows: Mapping[int, int] | None = None, *, most
     # What pairing and naming had to assume, and what the recording cannot have seen
     blocks = named.blocks
     early = np.flatnonzero((blocks.start_ns == EXISTED) & (blocks.owner < 0))
+    without_address = int(((blocks.address == 0) & (blocks.owner < 0)).sum())
     compiled = np.flatnonzero(np.append(named.places.compiled, False)[named.position])
     listed = whose.table["bytes"].to_numpy()
     none = early[:0]
@@ -137,6 +140,7 @@ def answers(explained: Explained, rows: Mapping[int, int] | None = None, *, most
         Notice("unrecorded-allocations", "warning", _line(_UNSEEN, listed[whose.unseen]), whose.unseen.size),
         Notice("unrecorded-frees", "warning", _line(_GONE, blocks.bytes[whose.gone]), whose.gone.size),
         Notice("freed-from-before", "info", _line(_EARLY, blocks.bytes[early]), early.size),
+        Notice("allocations-without-address", "info", _line(_NO_ADDRESS, none), without_address),
         Notice("backward-without-forward", "info", _line(_UNKNOWN, none), named.places.unknown_backward),
         Notice("compiled-allocations", "info", _line(_COMPILED, blocks.bytes[compiled]), compiled.size),
     )

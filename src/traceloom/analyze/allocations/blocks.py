@@ -1,4 +1,4 @@
-"""Blocks: each allocation with its free, paired by address over time."""
+"""Blocks: each allocation with its free, paired by address over time; by size where there are no addresses."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Blocks(Struct, frozen=True):
         start_ns: Time of the allocation; `EXISTED` for one from before.
         end_ns: Time of the free; `ALIVE` where there is none.
         bytes: Size, > 0.
-        address: Where.
+        address: Where; 0 where it is unknown.
         owner: Number of the row of the census that tells whose a block from before is; -1 for none.
         lost_frees: Allocations at an address that was still given out: its free was not recorded. The older block ends
             there.
@@ -96,6 +96,9 @@ def blocks(trace: Trace) -> Blocks:
     An address is given out again after a free, so at each address events alternate. Two allocations in a row mean that
     a free went unrecorded: the older block ends with the younger one's start. A free without an allocation is of a
     block from before the recording.
+
+    Events without an address (writers of 2021) are paired by size: a free ends the youngest block of its size. Sums are
+    those of the events all the same, but which of several equal blocks stays is a guess.
     """
     rows = trace.allocations
     if (rows["bytes"] == 0).any():
@@ -108,6 +111,11 @@ def blocks(trace: Trace) -> Blocks:
     size, time = rows["bytes"].to_numpy(), rows["time_ns"].to_numpy()
     is_free = np.concatenate([np.zeros(early_count, dtype=np.bool_), size < 0])
     following, after_one = _neighbours(pool, address, is_free)
+    without = np.flatnonzero(address[early_count:] == 0) + early_count
+    if without.size:
+        places = _places_by_size(pool[without], size[without - early_count])
+        next_one, after_one[without] = _neighbours(pool[without], places, is_free[without])
+        following[without] = np.where(next_one >= 0, without[next_one], -1)
     alone, make = np.flatnonzero(is_free & ~after_one), np.flatnonzero(~is_free)
     # blocks from before come first: those of the census, then those known by their free
     first = early_count + alone.size
@@ -153,6 +161,17 @@ def _neighbours(pool: Array, address: Array, is_free: Bools) -> tuple[Array, Boo
     after_one = np.zeros(address.size, dtype=np.bool_)
     after_one[second] = ~is_free[first]
     return following, after_one
+
+
+def _places_by_size(pool: Array, size: Ints) -> NDArray[np.uint64]:
+    """Numbers, from 1 on, that stand for addresses: allocations and frees of each alternate, whatever their order.
+
+    A number stands for one size and one count of blocks of that size: an allocation raises the count to it, and the
+    next free that lowers the count from it is of that block.
+    """
+    events = pl.DataFrame({"pool": pool, "bytes": np.abs(size), "change": np.sign(size)})
+    count = pl.col("change").cum_sum().over("pool", "bytes") + (pl.col("change") < 0)
+    return events.select(pl.struct("pool", "bytes", count).rank("dense").cast(pl.UInt64)).to_series().to_numpy()
 
 
 def _pools(early: pl.DataFrame, rows: pl.DataFrame) -> tuple[tuple[Pool, ...], Array]:
