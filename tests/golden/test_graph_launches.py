@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from support.public_traces import DATA
+from support.public_traces import CALLS, DATA, GPU_WORK
 from traceloom.analyze import graph_launches
 from traceloom.read import load
 
@@ -28,10 +28,10 @@ def replays(name: str) -> list[list[tuple[str, int, int]]]:
     """(name, start, duration) of the kernels of every graph launch, in the order of starts."""
     events = json.loads(gzip.decompress((KINETO / f"{name}.json.gz").read_bytes()), parse_float=Decimal)["traceEvents"]
     spans = [event for event in events if event.get("ph") == "X" and "args" in event]
-    calls = {e["args"].get("correlation") for e in spans if "GraphLaunch" in e["name"] and e["cat"] == "cuda_runtime"}
+    calls = {e["args"].get("correlation") for e in spans if "GraphLaunch" in e["name"] and e["cat"] in CALLS}
     found: dict[Any, list[tuple[str, int, int]]] = defaultdict(list)
     for event in spans:
-        if event.get("cat") in {"kernel", "gpu_memcpy", "gpu_memset"} and event["args"].get("correlation") in calls:
+        if event.get("cat") in GPU_WORK and event["args"].get("correlation") in calls:
             ts, dur = (int(Decimal(str(event[key])) * 1000) for key in ("ts", "dur"))
             found[event["args"]["correlation"]].append((event["name"], ts, dur))
     return [sorted(works, key=lambda work: work[1]) for _, works in sorted(found.items())]

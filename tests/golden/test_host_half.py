@@ -13,14 +13,14 @@ from typing import Any
 import polars as pl
 import pytest
 
+from support.public_traces import CALLS, GPU_WORK, OPERATORS
 from traceloom import analyze, load
 from traceloom.findings import findings
 from traceloom.model import Session, Trace
 from traceloom.model import category as cat
 
-HOST = {"cpu_op", "user_annotation", "cuda_runtime", "cuda_driver", "python_function", "mtia_runtime", "Runtime"}
+HOST = {"user_annotation", "python_function", "mtia_runtime", *OPERATORS, *CALLS}
 NAMES = sorted(path.name for path in (Path(__file__).parents[3] / "shared" / "data" / "kineto").glob("*.json.gz"))
-GPU = {"kernel", "gpu_memcpy", "gpu_memset", "Kernel"}
 
 
 def events_of(path: Path) -> list[dict[str, Any]]:
@@ -131,12 +131,12 @@ def test_gpu_time_reaches_the_frames_above_its_launch(traces: Any, name: str) ->
     launches = {
         call.event["args"]["correlation"]: call
         for call in calls
-        if call.event["cat"].startswith(("cuda_", "hip")) and "correlation" in call.event.get("args", {})
+        if call.event["cat"] in CALLS and "correlation" in call.event.get("args", {})
     }
     modules: Counter[str] = Counter()
     whole = 0
     for event in events:
-        launch = launches.get(event.get("args", {}).get("correlation")) if event["cat"] in GPU else None
+        launch = launches.get(event.get("args", {}).get("correlation")) if event["cat"] in GPU_WORK else None
         if launch is not None:
             whole += max(ns(event["dur"]), 0)
             for known in {call.name for call in launch.above() if call.name.startswith("nn.Module: ")}:
@@ -186,7 +186,7 @@ def test_backward_time_goes_where_the_arrows_of_the_file_point(traces: Any, name
     device: Counter[str] = Counter()
     launched = defaultdict(int)
     for event in events:
-        if event["cat"] in GPU:
+        if event["cat"] in GPU_WORK:
             launched[event["args"].get("correlation")] += max(ns(event["dur"]), 0)
     for call in calls:
         node = next((one for one in (call, *call.above()) if in_backward(one)), None)
@@ -242,7 +242,7 @@ def test_who_asks_to_wait_in_owlv2_and_what_the_gpu_does(traces: Any) -> None:
     top = analyze.blocking_calls(trace).sites.row(0, named=True)
     assert (top["kind"], top["call"], top["count"]) == ("copy_to_device", "cudaStreamSynchronize", 5)
     assert top["frame"] == "transformers/models/owlv2/modeling_owlv2.py(1421): box_predictor"
-    work = sorted((ns(e["ts"]), ns(e["ts"]) + max(ns(e["dur"]), 0)) for e in events if e["cat"] in GPU)
+    work = sorted((ns(e["ts"]), ns(e["ts"]) + max(ns(e["dur"]), 0)) for e in events if e["cat"] in GPU_WORK)
     busy = 0
     for call in calls:
         if call.name != "cudaStreamSynchronize" or not any("box_predictor" in one.name for one in call.above()):

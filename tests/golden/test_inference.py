@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from support.public_traces import DATA
+from support.public_traces import DATA, GPU_WORK
 from traceloom.analyze import inference
 from traceloom.read import load
 
@@ -63,7 +63,7 @@ def test_gpu_time_equals_a_plain_count(name: str) -> None:
         for e in found
         if e.get("cat") == "cuda_runtime" and base <= _ns(e["ts"]) < base + (high - low) and "correlation" in e["args"]
     }
-    work = [e for e in found if e.get("cat") in {"kernel", "gpu_memcpy", "gpu_memset"}]
+    work = [e for e in found if e.get("cat") in GPU_WORK]
     mine = sorted((_ns(e["ts"]), _ns(e["ts"]) + _ns(e["dur"])) for e in work if e["args"]["correlation"] in calls)
     busy, reach = 0, 0
     for start, end in mine:

@@ -13,12 +13,10 @@ import numpy as np
 import polars as pl
 import pytest
 
-from support.public_traces import DATA, GPU_TIME, NEEDS_TRACES, trace_of
+from support.public_traces import DATA, GPU_TIME, GPU_WORK, NEEDS_TRACES, trace_of
 from traceloom.analyze import copies, counters, kernel_bounds, kernel_efficiency, kernel_kinds, kernel_shapes
 from traceloom.analyze.classify import gpu_work
 from traceloom.analyze.kernel_kinds import PRIORITY, kinds
-
-WORK = {"kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset"}
 
 pytestmark = NEEDS_TRACES
 
@@ -37,7 +35,7 @@ def ns(text: Any) -> int:
 
 
 def work_of(path: str) -> list[dict[str, Any]]:
-    return [e for e in raw(path) if e.get("ph") == "X" and str(e.get("cat")).lower() in WORK]
+    return [e for e in raw(path) if e.get("ph") == "X" and e.get("cat") in GPU_WORK]
 
 
 @pytest.mark.parametrize("path", sorted(GPU_TIME))

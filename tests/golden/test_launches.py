@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from support.public_traces import DATA
+from support.public_traces import CALLS, DATA, GPU_WORK, KERNELS
 from traceloom.analyze import launches
 from traceloom.read import load
 
@@ -22,8 +22,6 @@ pytestmark = [
     pytest.mark.data,
     pytest.mark.skipif(not KINETO, reason="the public traces (../shared/data) are not on this machine"),
 ]
-WORK = {"kernel", "gpu_memcpy", "gpu_memset"}
-CALLS = {"cuda_runtime", "cuda_driver"}
 
 
 def _ns(us: Any) -> int:
@@ -44,9 +42,9 @@ def told(name: str) -> tuple[list[dict[str, Any]], dict[int, dict[str, Any]]]:
             "end": _ns(event["ts"]) + _ns(event.get("dur", 0)),
             "key": (args.get("device"), args.get("stream")),
             "correlation": args.get("correlation"),
-            "kernel": event.get("cat") == "kernel",
+            "kernel": event.get("cat") in KERNELS,
         }
-        if event.get("cat") in WORK:
+        if event.get("cat") in GPU_WORK:
             work.append(entry)
         elif event.get("cat") in CALLS:
             known = calls.get(entry["correlation"])

@@ -8,7 +8,7 @@ from decimal import Decimal
 
 import pytest
 
-from support.public_traces import DATA
+from support.public_traces import DATA, GPU_WORK
 from traceloom.analyze import patterns
 from traceloom.read import load
 
@@ -24,7 +24,7 @@ pytestmark = [
 def streams(name: str) -> list[list[str]]:
     """Names of the GPU work of every stream in the order of starts, straight from the file."""
     events = json.loads(gzip.decompress((KINETO / f"{name}.json.gz").read_bytes()), parse_float=Decimal)["traceEvents"]
-    work = [e for e in events if e.get("ph") == "X" and e.get("cat") in {"kernel", "gpu_memcpy", "gpu_memset"}]
+    work = [e for e in events if e.get("ph") == "X" and e.get("cat") in GPU_WORK]
     lanes: dict[tuple[object, object], list[tuple[Decimal, str]]] = {}
     for event in work:
         key = event["args"].get("device"), event["args"].get("stream")

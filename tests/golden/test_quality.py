@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from support.public_traces import DATA, NEEDS_TRACES, TRACES
+from support.public_traces import CALLS, DATA, GPU_WORK, KERNELS, NEEDS_TRACES, OPERATORS, TRACES
 from traceloom.analyze import quality
 from traceloom.read import load
 
@@ -25,15 +25,14 @@ def broken(events: list[dict[str, Any]]) -> dict[str, int]:
     launched = {
         e["args"]["correlation"]: float(e["ts"])
         for e in reversed(spans)
-        if str(e.get("cat")).lower() in {"cuda_runtime", "cuda_driver", "runtime"}
-        and "correlation" in e.get("args", {})
+        if e.get("cat") in CALLS and "correlation" in e.get("args", {})
     }
     records = {
         e["args"]["correlation"]: float(e["ts"])
         for e in spans
         if "EventRecord" in e["name"] and "correlation" in e.get("args", {})
     }
-    work = [e for e in spans if str(e.get("cat")).lower() in {"kernel", "gpu_memcpy", "gpu_memset"}]
+    work = [e for e in spans if e.get("cat") in GPU_WORK]
     syncs = [e for e in spans if e.get("cat") == "cuda_sync"]
     waits = [e for e in syncs if e["args"].get("cuda_sync_kind") in {"Stream Wait Event", "Event Sync"}]
 
@@ -49,7 +48,7 @@ def broken(events: list[dict[str, Any]]) -> dict[str, int]:
             running += any(
                 float(e["ts"]) < at < float(e["ts"]) + float(e["dur"])
                 for e in work
-                if e["cat"] == "kernel" and (e["args"]["device"], e["args"]["stream"]) == where
+                if e["cat"] in KERNELS and (e["args"]["device"], e["args"]["stream"]) == where
             )
     unknown = sum(
         record(e) not in records or records[record(e)] > float(e["ts"])
@@ -59,7 +58,7 @@ def broken(events: list[dict[str, Any]]) -> dict[str, int]:
     bare = sum(
         any(key not in e.get("args", {}) for key in DETAILS)
         for e in spans
-        if e["name"] == "record_param_comms" and str(e.get("cat")).lower() in {"cpu_op", "operator"}
+        if e["name"] == "record_param_comms" and e.get("cat") in OPERATORS
     )
     nodes = defaultdict(set)
     for e in spans:

@@ -21,6 +21,13 @@ TRACES = tuple(sorted(GPU_TIME))
 # It counts no work of command processors: see tests/unit/read/test_accelerators.py.
 GPU_TIME.pop("kineto/mtia_inference.json.gz", None)
 
+GPU_WORK = frozenset({"kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "Memset"})
+"""Categories of GPU work, as the files spell them: those with a capital are of 2021."""
+KERNELS = frozenset({"kernel", "Kernel"})
+CALLS = frozenset({"cuda_runtime", "cuda_driver", "Runtime"})
+"""Categories of calls of the runtime and the driver."""
+OPERATORS = frozenset({"cpu_op", "Operator"})
+
 NAMES = (
     "a100_cupti_counters", "a100_ddp_nccl", "cpu_only_gloo_rank34", "h100_bert_small", "h100_owlv2", "h100_qwen_0.5b",
     "h800_deepseek_train", "mi210_gpu_only", "mi250_minitoy", "mi300_bert_small", "mi300_qwen_0.5b",
