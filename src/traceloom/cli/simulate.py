@@ -74,8 +74,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="which of its back ends (default: unaware)",
     )
     peer.add_argument(
-        "--collective", dest="collectives", action="append", default=[], metavar="KIND=FILE",
-        help="carry out a kind as a .xml of MSCCL or files FILE.RANK.et say, as all_reduce=ring.xml (may be repeated)",
+        "--collective", dest="collectives", action="append", default=[], metavar="KIND=PREFIX",
+        help="carry out a kind as the files PREFIX.RANK.et say, as all_reduce=custom/ring (may be repeated)",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
     outputs.add_output(
@@ -187,8 +187,8 @@ def _as_astra_sim(args: argparse.Namespace, progress: Progress) -> Simulation:
     for text in args.collectives:
         kind, equals, prefix = text.partition("=")
         if not equals or not prefix:
-            hint = "as all_reduce=ring.xml, or all_reduce=custom/ring for custom/ring.0.et, ..."
-            raise UsageError(f"`{text}` is no KIND=FILE", slug="wrong-usage", hint=hint)
+            hint = "as all_reduce=custom/ring for custom/ring.0.et, ..."
+            raise UsageError(f"`{text}` is no KIND=PREFIX", slug="wrong-usage", hint=hint)
         algorithms[kind] = prefix
     network, system = read_network(args.network), read_system(args.system)
     progress.say("reading")

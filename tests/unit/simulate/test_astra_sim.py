@@ -169,6 +169,9 @@ def test_an_algorithm_needs_its_files(tmp_path: Path) -> None:
     assert answer.ranks["end_ns"].to_list() == [500, 500]
     with pytest.raises(InputError, match="no file for position 2"):
         simulated(tmp_path / "three", *ranks, ranks[0], algorithms=given)
+    with pytest.raises(UsageError, match="`allreduce` is carried out by no algorithm") as error:
+        simulated(tmp_path / "kind", *ranks, algorithms={"allreduce": tmp_path / "algorithm" / prefix})
+    assert "all_reduce" in error.value.hint
 
 
 def test_recorded_transfers_begin_when_the_last_rank_is_there(tmp_path: Path) -> None:

@@ -3,39 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from traceloom.chakra.node_table import read_table
 from traceloom.errors import InputError, UsageError
-from traceloom.simulate.astra_sim.nodes import RECEIVE, SEND, TIMED, Compute, Message, rank_nodes
+from traceloom.simulate.astra_sim.nodes import RECEIVE, SEND, TIMED, Compute, RankNodes, rank_nodes
 from traceloom.simulate.astra_sim.streams import Mailbox, RankQueues
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Actions:
-    """What one position of a group does.
+def read_algorithm(prefix: str, ranks: int) -> list[RankNodes]:
+    """Read the files `PREFIX.<position>.et` of an algorithm: what each position of a group does.
 
-    Attributes:
-        action: How each node ends: `TIMED`, `SEND` or `RECEIVE`.
-        duration_ns: Of those that are `TIMED`.
-        waits: How many nodes each waits for.
-        first: Where each node's followers begin in `follower`; one more at the end.
-        follower: Who waits for each.
-        messages: What each node that communicates does; peers are positions.
-    """
-
-    action: Sequence[int]
-    duration_ns: Sequence[int]
-    waits: Sequence[int]
-    first: Sequence[int]
-    follower: Sequence[int]
-    messages: dict[int, Message]
-
-
-def read_algorithm(prefix: str, ranks: int) -> list[Actions]:
-    """The files `PREFIX.<position>.et` of an algorithm.
+    The peers of its messages are positions.
 
     Args:
         prefix: Directory and beginning of the names.
@@ -69,9 +49,7 @@ def read_algorithm(prefix: str, ranks: int) -> list[Actions]:
                     slug="bad-algorithm",
                     where=str(path),
                 )
-        positions.append(
-            Actions(nodes.action, nodes.duration_ns, nodes.waits, nodes.first, nodes.follower, nodes.messages)
-        )
+        positions.append(nodes)
     return positions
 
 
@@ -88,7 +66,7 @@ class Carried:
 
     def __init__(
         self,
-        nodes: Actions,
+        nodes: RankNodes,
         group: Sequence[int],
         *,
         queues: RankQueues,

@@ -16,7 +16,7 @@ from traceloom.array_types import Ints
 from traceloom.errors import UsageError
 from traceloom.simulate.astra_sim.clock import Clock, too_long, whole_ns
 from traceloom.simulate.astra_sim.collectives import CollectivePhase, Dimensions
-from traceloom.simulate.astra_sim.custom import Actions, Carried
+from traceloom.simulate.astra_sim.custom import Carried
 from traceloom.simulate.astra_sim.network import AnalyticalNetwork, Links
 from traceloom.simulate.astra_sim.nodes import (
     COLLECTIVE,
@@ -33,7 +33,7 @@ from traceloom.simulate.astra_sim.rotation import is_rotation, one_of_all
 from traceloom.simulate.astra_sim.streams import Mailbox, RankQueues, Stream
 from traceloom.simulate.astra_sim.together import NoRecurrenceError, Transmit, ends, ends_by_message
 
-Algorithm = Callable[[int, int], Sequence[Actions]]  # ranks of the group, bytes -> what each position does
+Algorithm = Callable[[int], Sequence[RankNodes]]  # ranks of the group -> what each position does
 
 _MANY = 10_000  # messages of one chunk: from here on it is worth while to look for a rotation
 
@@ -322,7 +322,7 @@ class AstraEngine:
         if algorithm:
             # A rank's own position is that among the group's ranks in ascending order, its peers' in the group's order.
             Carried(
-                algorithm(len(group), message.size)[sorted(meeting.group).index(rank.nodes.rank)],
+                algorithm(len(group))[sorted(meeting.group).index(rank.nodes.rank)],
                 group_ranks(message.group, self._groups, len(self.ranks)) or self._everybody,
                 queues=rank.queues,
                 mailbox=self._mailbox,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +17,9 @@ from traceloom.model.frames import as_declared
 from traceloom.model.graph import Graph
 from traceloom.model.notice import Notice
 from traceloom.simulate.astra_sim.collectives import Dimensions
-from traceloom.simulate.astra_sim.custom import Actions, read_algorithm
+from traceloom.simulate.astra_sim.custom import read_algorithm
 from traceloom.simulate.astra_sim.engine import Algorithm, AstraEngine, RunningRank
 from traceloom.simulate.astra_sim.inputs import KINDS, AstraSimNetwork, AstraSimSystem
-from traceloom.simulate.astra_sim.msccl import read_msccl
 from traceloom.simulate.astra_sim.network import AnalyticalNetwork
 from traceloom.simulate.astra_sim.nodes import COMMUNICATION, CPU, GPU, NOTHING, Compute, RankNodes, rank_nodes
 from traceloom.simulate.astra_sim.stuck import check_begun, check_ended
@@ -45,8 +44,7 @@ def simulate(
         network: Its network file.
         system: Its system file.
         aware: Whether links are queues (its congestion-aware back end), or no message meets another one.
-        algorithms: Kind -> the algorithm that carries it out, beside those of the system file: the prefix of its files,
-            or a `.xml` of MSCCL.
+        algorithms: Kind -> the prefix of the `.et` files that carry it out, besides those of the system file.
 
     Raises:
         UsageError: slugs `ranks-differ`, `not-for-astra-sim`, `no-such-group`, `bad-collective`, `no-such-schedule`.
@@ -75,7 +73,6 @@ def simulate(
                 slug="bad-astra-sim-config",
                 where=system.source,
             )
-    memory_rate = system.local_mem_bw * 1e9
     files = {kind: str(file) for kind, file in (algorithms or {}).items()}
     for kind in files:
         if kind not in KINDS.values():
@@ -98,11 +95,11 @@ def simulate(
             system.endpoint_delay,
         ),
         aware=aware,
-        memory_rate=memory_rate,
+        memory_rate=system.local_mem_bw * 1e9,
         width=system.active_chunks,
         algorithms={
             **{kind: _never_ended(kind, prefix, system.splits) for kind, prefix in system.custom.items()},
-            **{kind: _algorithm(kind, file, memory_rate) for kind, file in files.items()},
+            **{kind: cache(partial(read_algorithm, prefix)) for kind, prefix in files.items()},
         },
     )
     engine.run()
@@ -111,21 +108,11 @@ def simulate(
     return _answer(workload, network, system, engine, aware=aware)
 
 
-def _algorithm(kind: str, file: str, memory_rate: float) -> Algorithm:
-    """An algorithm by the files `FILE.<position>.et`, or by MSCCL's XML."""
-    if not file.endswith(".xml"):
-        return cache(lambda ranks, _: read_algorithm(file, ranks))
-    made = read_msccl(file)
-    if not memory_rate:
-        raise UsageError("the system file has no `local-mem-bw`, at which it reduces", slug="bad-astra-sim-config")
-    return cache(lambda ranks, size: made.actions(kind, ranks, size, memory_rate))
-
-
 def _never_ended(kind: str, prefix: str, splits: int) -> Algorithm:
-    def refuse(ranks: int, size: int) -> Sequence[Actions]:
+    def refuse(ranks: int) -> Sequence[RankNodes]:
         raise UsageError(
-            f"ASTRA-sim never ends an {kind} of {size} bytes among {ranks} ranks by the algorithm {prefix}: it waits "
-            f"for {splits} chunks, and has one",
+            f"ASTRA-sim never ends an {kind} among {ranks} ranks by the algorithm {prefix}: it waits for {splits} "
+            "chunks, and has one",
             slug="bad-collective",
             hint="set preferred-dataset-splits to 1, or give the algorithm with --collective",
         )
