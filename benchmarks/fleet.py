@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from support.jobs import ParallelRecipe, parallel_job
 from support.sessions import busy_step
-from traceloom.collect.dask_cluster import Dask
+from traceloom.collect.cluster import DaskEngine
 from traceloom.collect.engine import EngineTask, TaskFile
 from traceloom.collect.executors import ProcessEngine
 from traceloom.collect.pipeline import CapturePipeline
@@ -366,7 +366,7 @@ def clusters(folder: Path, captures: int, steps: int) -> None:
                 n_workers=workers, threads_per_worker=1, host="127.0.0.1", dashboard_address=":0",
                 local_directory=str(folder),
             ) as cluster:  # fmt: skip
-                engine = Dask(cluster.scheduler_address.removeprefix("tcp://"), captures)
+                engine = DaskEngine(cluster.scheduler_address.removeprefix("tcp://"), captures)
                 # Each worker starts its process before anything counts.
                 for future in [engine.submit(task) for task in tasks[: 2 * workers]]:
                     future.result()

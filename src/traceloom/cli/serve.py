@@ -51,8 +51,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--engine", metavar="ENGINE", default="processes",
-        help="what analyses: processes of this host, or a cluster, dask://HOST:PORT or ray://HOST:PORT; beyond this "
-        "host only with TLS (default: processes)",
+        help="what analyses: processes of this host, or a Dask cluster, dask://HOST:PORT; beyond this host only with "
+        "TLS (default: processes)",
     )  # fmt: skip
     parser.add_argument("--engine-ca", metavar="FILE", default="", help="PEM file of the authority that cluster trusts")
     parser.add_argument("--engine-certificate", metavar="FILE", default="", help="PEM file of a certificate for it")

@@ -1,9 +1,9 @@
-"""Tasks on other machines: what their workers do, and what the service makes of it, whichever cluster it is.
+"""Tasks in a Dask cluster: what its workers do, and what the service makes of their answers.
 
-A worker of a cluster does a task as this host would: its files come into a folder of their own, and a process with
-limits of memory and time, which knows nothing but that folder, works on them. So a capture that crashes, hangs or
-swells ends that process, and not the worker. What goes over the network is the task and its answer: bytes that this
-module made, and no object of a library that read a stranger's file.
+A worker does a task as this host would: its files come into a folder of their own, and a process with limits of memory
+and time, which knows nothing but that folder, works on them. So a capture that crashes, hangs or swells ends that
+process, and not the worker. What goes over the network is the task and its answer: bytes that this module made, and no
+object of a library that read a stranger's file. Dask itself carries them in pickles between its own processes.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ import socket
 import ssl
 import threading
 import time
-from abc import ABC, abstractmethod
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -27,10 +26,14 @@ from traceloom.collect.engine import MEMORY_BYTES, EngineTask, TaskError
 from traceloom.collect.executors import ProcessEngine
 from traceloom.errors import InputError, TraceloomError, UsageError
 
+if TYPE_CHECKING:
+    from distributed import Client
+
 SLOTS = 16
 """How many tasks wait in a cluster at once, where nobody says it."""
 
 _AGAIN_S = 5.0
+_CONNECT_S = 10.0
 _lock = threading.Lock()
 
 
@@ -43,7 +46,7 @@ class EngineTls(msgspec.Struct, frozen=True):
 
 
 class ClusterSettings(msgspec.Struct, frozen=True):
-    """What workers are told beside the task: whose version it is of, and the limits and module of its process."""
+    """What workers get besides the task: the version of the service, and the limits and module of its process."""
 
     version: str = __version__
     memory_bytes: int = MEMORY_BYTES
@@ -58,19 +61,26 @@ class ClusterAnswer(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-def work_here(task: bytes, settings: bytes, slots: int = 1, temporary: str | None = None) -> bytes:
-    """Do a task in a worker of a cluster; returns a `ClusterAnswer`. All bytes are MessagePack.
+def _work_in_worker(task: bytes, settings: bytes) -> bytes:
+    from distributed import get_worker
+
+    worker = get_worker()
+    return work_here(task, settings, worker.state.nthreads, worker.local_directory)
+
+
+def work_here(task: bytes, settings: bytes, slots: int, temporary: str) -> bytes:
+    """Do a task in a worker of the cluster; returns a `ClusterAnswer`. All bytes are MessagePack.
 
     Args:
         task: An `EngineTask`.
         settings: `ClusterSettings`.
         slots: How many this worker does at once.
-        temporary: Where files are brought; None: the system's temporary directory.
+        temporary: Where files are brought.
     """
     return msgspec.msgpack.encode(_answer(task, settings, slots, temporary))
 
 
-def _answer(task: bytes, encoded: bytes, slots: int, temporary: str | None) -> ClusterAnswer:
+def _answer(task: bytes, encoded: bytes, slots: int, temporary: str) -> ClusterAnswer:
     try:
         settings = msgspec.msgpack.decode(encoded, type=ClusterSettings)
         if settings.version != __version__:
@@ -88,18 +98,16 @@ def _answer(task: bytes, encoded: bytes, slots: int, temporary: str | None) -> C
 
 
 @cache
-def _processes(slots: int, settings: ClusterSettings, temporary: str | None) -> ProcessEngine:
+def _processes(slots: int, settings: ClusterSettings, temporary: str) -> ProcessEngine:
     """The processes of this worker, which end with it."""
-    return ProcessEngine(
-        slots, memory_bytes=settings.memory_bytes, main=settings.main, temporary=Path(temporary) if temporary else None
-    )
+    return ProcessEngine(slots, memory_bytes=settings.memory_bytes, main=settings.main, temporary=Path(temporary))
 
 
-class Cluster(ABC):
-    """Tasks in a cluster; what is particular to a kind of cluster stands in its class.
+class DaskEngine:
+    """Tasks in the workers of a Dask scheduler: as many at once in each worker as it has threads.
 
     Args:
-        address: `HOST:PORT` of who hands out work there.
+        address: `HOST:PORT` of the scheduler.
         slots: How many tasks may wait or run there at once; None: 16.
         tls: Without it, only at a loopback address.
         settings: Limits of the processes.
@@ -110,18 +118,16 @@ class Cluster(ABC):
         InputError: `tls-unusable`.
     """
 
-    kind = ""
-
     def __init__(
         self, address: str, slots: int | None = None, tls: EngineTls | None = None,
         settings: ClusterSettings = ClusterSettings(),  # noqa: B008  (it is frozen)
     ) -> None:  # fmt: skip
-        self.where = f"{self.kind}://{address}"
-        self.address = address
-        self.tls = tls
         self.slots = slots or SLOTS
+        self._where = f"dask://{address}"
+        self._address, self._tls = address, tls
+        self._client: Client | None = None
         self._settings = msgspec.msgpack.encode(settings)
-        _check_security(self.where, address, tls)
+        _check_security(self._where, address, tls)
         # One more than the pipeline has, so that a report need not wait for an analysis to end.
         self._pool = ThreadPoolExecutor(self.slots + 1, "traceloom-task")
         self._lock = threading.Lock()
@@ -141,97 +147,118 @@ class Cluster(ABC):
         """
         versions = self._versions()
         if not versions:
-            raise self.away("no worker is there")
+            raise self._unavailable("no worker is there")
         if strange := sorted({str(version) for version in versions if version != __version__}):
-            raise self.away(
+            raise self._unavailable(
                 f"{sum(version != __version__ for version in versions)} of {len(versions)} workers have Traceloom "
                 f"{', '.join(strange)[:200]}, the service {__version__}"
             )
-        return f"{self.where}, workers: {len(versions)}"
+        return f"{self._where}, workers: {len(versions)}"
 
     def close(self) -> None:
         """Leave the cluster; what runs there is done in vain."""
         self._closed.set()
         with self._lock:
-            self._leave()
+            if self._client is not None:
+                self._client.close(timeout=_CONNECT_S)  # whoever waits for a result gets an error
         self._pool.shutdown(cancel_futures=True)
 
-    def away(self, reason: str) -> InputError:
+    def _unavailable(self, reason: str) -> InputError:
         """The error where the cluster does not do its part."""
         return InputError(
-            f"the cluster does not work: {reason}", slug="no-engine", where=self.where,
+            f"the cluster does not work: {reason}", slug="no-engine", where=self._where,
             hint="captures wait until it does",
         )  # fmt: skip
 
-    def _reach(self) -> None:
-        """Be connected, for `_asked` and `_versions`.
+    def _connected(self) -> Client:
+        """The client, connected.
 
         Raises:
             InputError: `no-engine`.
         """
         with self._lock:
             if self._closed.is_set():
-                raise self.away("the service left it")
+                raise self._unavailable("the service left it")
             if time.monotonic() < self._again_s:  # whoever waited here need not wait again, each after the other
-                raise self.away(self._reason)
-            try:
-                self._connect()
-            except OSError as error:
-                self._reason, self._again_s = f"nobody answers: {first_line(error)}", time.monotonic() + _AGAIN_S
-                raise self.away(self._reason) from error
+                raise self._unavailable(self._reason)
+            if self._client is None or self._client.status not in {"running", "connecting"}:
+                try:
+                    self._client = self._connect()
+                except OSError as error:
+                    self._reason, self._again_s = f"nobody answers: {_first_line(error)}", time.monotonic() + _AGAIN_S
+                    raise self._unavailable(self._reason) from error
+            return self._client
+
+    def _connect(self) -> Client:
+        from distributed import Client
+        from distributed.security import Security
+
+        scheme, security = "tcp", None
+        if self._tls is not None:
+            scheme = "tls"
+            security = Security(
+                require_encryption=True, tls_ca_file=self._tls.ca, tls_client_cert=self._tls.certificate,
+                tls_client_key=self._tls.key,
+            )  # fmt: skip
+        return Client(
+            f"{scheme}://{self._address}", security=security, timeout=_CONNECT_S, set_as_default=False, name="traceloom"
+        )
 
     def _run(self, task: EngineTask) -> bytes:
         try:
-            content = self._asked(f"traceloom-{task.name}-{secrets.token_hex(8)}", msgspec.msgpack.encode(task))
+            content = self._request(f"traceloom-{task.name}-{secrets.token_hex(8)}", msgspec.msgpack.encode(task))
             answer = msgspec.msgpack.decode(content, type=ClusterAnswer)
         except msgspec.MsgspecError as error:
-            raise self.away(f"a worker answered something else: {error}") from error
+            raise self._unavailable(f"a worker answered something else: {error}") from error
         except TraceloomError as error:
             if self._closed.is_set():
                 raise TaskError("the service ends") from error
             raise
         if answer.failed == "worker":
-            raise self.away(answer.error)
+            raise self._unavailable(answer.error)
         if answer.failed:
             raise TaskError(answer.error, final=answer.failed == "for good")
         return answer.result
 
-    @abstractmethod
-    def _connect(self) -> None:
-        """Connect, where it is not connected.
-
-        Raises:
-            OSError: Nobody answers.
-        """
-
-    @abstractmethod
-    def _asked(self, name: str, task: bytes) -> bytes:
-        """What `work_here` gives there; waits for it.
+    def _request(self, name: str, task: bytes) -> bytes:
+        """Have a worker do `work_here`, and wait for its answer.
 
         Raises:
             TaskError: The worker was killed over it.
             InputError: `no-engine`.
         """
+        client = self._connected()
+        from distributed.scheduler import KilledWorker
 
-    @abstractmethod
+        try:
+            answer: bytes = client.submit(_work_in_worker, task, self._settings, key=name, pure=False).result()
+        except KilledWorker as error:
+            raise TaskError("workers of the cluster that worked on it were killed") from error
+        except CancelledError as error:
+            raise self._unavailable("its scheduler lost the task") from error
+        except Exception as error:  # whatever a worker raises that cannot even begin it
+            raise self._unavailable(f"{type(error).__name__}: {_first_line(error)}") from error
+        return answer
+
     def _versions(self) -> list[str]:
-        """Of each worker the version of Traceloom, or why it has none.
+        """The version of Traceloom of each worker, or why it has none.
 
         Raises:
             InputError: `no-engine`.
         """
+        client = self._connected()
+        try:
+            answers = client.run(_version_here, on_error="return")
+        except Exception as error:  # as above
+            raise self._unavailable(f"{type(error).__name__}: {_first_line(error)}") from error
+        return [str(answer).partition("\n")[0] for answer in answers.values()]
 
-    @abstractmethod
-    def _leave(self) -> None:
-        """Disconnect, if it is connected; whoever waits in `_asked` is told."""
 
-
-def version_here() -> str:
-    """The version of the Traceloom of a worker."""
+def _version_here() -> str:
     return __version__
 
 
-def host_port(address: str) -> tuple[str, int]:
+def _host_port(address: str) -> tuple[str, int]:
     """The host and the port of `HOST:PORT`.
 
     Raises:
@@ -245,13 +272,13 @@ def host_port(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def first_line(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     """What an error of a library says, shortly."""
     return str(error).partition("\n")[0][:200]
 
 
 def _check_security(where: str, address: str, tls: EngineTls | None) -> None:
-    host, port = host_port(address)
+    host, port = _host_port(address)
     if tls is None:
         try:
             numbers = {str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}

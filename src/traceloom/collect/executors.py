@@ -5,6 +5,7 @@ A process of a task knows no secret of the service: it gets files, never where t
 
 from __future__ import annotations
 
+import importlib.util
 import signal
 import threading
 import time
@@ -134,7 +135,7 @@ class ProcessEngine:
 
 
 def engine_of(address: str, slots: int | None = None, tls: EngineTls | None = None) -> Engine:
-    """The engine of an address: `processes`, `dask://HOST:PORT`, `ray://HOST:PORT`.
+    """Make the engine of an address: `processes` or `dask://HOST:PORT`.
 
     Args:
         address: Which it is.
@@ -145,26 +146,17 @@ def engine_of(address: str, slots: int | None = None, tls: EngineTls | None = No
         InputError: `no-extra`: its package is not installed; `tls-unusable`.
         UsageError: `unknown-engine`, `engine-without-tls`, `wrong-usage`.
     """
-    kind, _, where = address.partition("://")
     if address == "processes":
         return ProcessEngine(slots)
-    try:
-        if kind == "dask":
-            import distributed  # noqa: F401
+    scheme, _, scheduler = address.partition("://")
+    if scheme != "dask":
+        raise UsageError(
+            f"there is no engine `{address[:80]}`", slug="unknown-engine",
+            hint="it has `processes` and `dask://HOST:PORT`",
+        )  # fmt: skip
+    if importlib.util.find_spec("distributed") is None:
+        hint = "pip install 'traceloom[fleet,dask]'"
+        raise InputError("the engine dask needs the package distributed", slug="no-extra", hint=hint)
+    from traceloom.collect.cluster import DaskEngine
 
-            from traceloom.collect.dask_cluster import Dask
-
-            return Dask(where, slots, tls)
-        if kind == "ray":
-            import ray  # noqa: F401
-
-            from traceloom.collect.ray_cluster import Ray
-
-            return Ray(where, slots, tls)
-    except ImportError as error:
-        hint = f"pip install 'traceloom[fleet,{kind}]'"
-        raise InputError(f"the engine {kind} needs a package", slug="no-extra", hint=hint) from error
-    raise UsageError(
-        f"there is no engine `{address[:80]}`", slug="unknown-engine",
-        hint="it has `processes`, `dask://HOST:PORT` and `ray://HOST:PORT`",
-    )  # fmt: skip
+    return DaskEngine(scheduler, slots, tls)

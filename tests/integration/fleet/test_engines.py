@@ -20,8 +20,7 @@ for package in ("sqlalchemy", "obstore", "deltalake"):
 from support.dask_cluster import certificates, dask_cluster, running_cluster  # noqa: E402
 from support.fleet import KINDS, Kind, Stores, add_capture, opened, places, trace_bytes  # noqa: E402
 from support.waiting import until  # noqa: E402
-from traceloom.collect.cluster import ClusterSettings  # noqa: E402
-from traceloom.collect.dask_cluster import Dask  # noqa: E402
+from traceloom.collect.cluster import ClusterSettings, DaskEngine  # noqa: E402
 from traceloom.collect.engine import Engine, EngineTask, TaskError, TaskFile  # noqa: E402
 from traceloom.collect.executors import ProcessEngine  # noqa: E402
 from traceloom.collect.pipeline import CapturePipeline  # noqa: E402
@@ -49,7 +48,7 @@ def setting(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
         engine, worker = ProcessEngine(2, memory_bytes=MEMORY, main=HOSTILE), 0
     else:
         cluster = running_cluster()
-        engine = Dask(cluster.address, 2, cluster.tls, ClusterSettings(memory_bytes=MEMORY, main=HOSTILE))
+        engine = DaskEngine(cluster.address, 2, cluster.tls, ClusterSettings(memory_bytes=MEMORY, main=HOSTILE))
         worker = 1
     stores = opened(places(kind, tmp_path, monkeypatch))
     yield Setting(stores, engine, worker)
@@ -185,7 +184,7 @@ def test_a_worker_that_is_killed_costs_a_try_and_the_next_one_does_it(setting: S
 def test_who_has_no_certificate_of_the_cluster_does_not_get_in(tmp_path: Path) -> None:
     cluster = running_cluster()
     for tls in (certificates(tmp_path), None):
-        engine = Dask(cluster.address, 1, tls)
+        engine = DaskEngine(cluster.address, 1, tls)
         with pytest.raises(InputError) as raised:
             engine.check()
         assert raised.value.slug == "no-engine"
@@ -198,7 +197,7 @@ def test_a_scheduler_that_dies_costs_a_task_no_try(tmp_path: Path, monkeypatch: 
     stores = opened(places("alone", tmp_path, monkeypatch))
     (tmp_path / "dask").mkdir()
     with dask_cluster(tmp_path / "dask", 1, None, scheduler=scheduler) as address:
-        engine = Dask(address, 1, None, ClusterSettings(main=HOSTILE))
+        engine = DaskEngine(address, 1, None, ClusterSettings(main=HOSTILE))
         add_capture(stores, "c1", waiting_capture(tmp_path / "noted"))
         thread = threading.Thread(target=CapturePipeline(*stores, engine).work)
         thread.start()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import sys
 from pathlib import Path
+from tempfile import gettempdir
 
 import pytest
 
 from support.dask_cluster import certificates
 from support.prometheus import free_port
-from traceloom.collect.cluster import Cluster, ClusterAnswer, ClusterSettings, EngineTls, version_here, work_here
+from traceloom import __version__
+from traceloom.collect.cluster import ClusterAnswer, ClusterSettings, DaskEngine, EngineTls, work_here
 from traceloom.collect.engine import EngineTask, TaskError, TaskFile
 from traceloom.collect.executors import engine_of
 from traceloom.errors import InputError, TraceloomError, UsageError
@@ -18,24 +20,17 @@ from traceloom.errors import InputError, TraceloomError, UsageError
 CONTENT = b"content"
 
 
-class ThisProcess(Cluster):
+class ThisProcess(DaskEngine):
     """A cluster whose worker is this process. `lost`: it answers something else."""
 
-    kind = "here"
     lost = False
 
-    def _asked(self, name: str, task: bytes) -> bytes:
+    def _request(self, name: str, task: bytes) -> bytes:
         assert name.startswith("traceloom-check-")
-        return b"lost" if self.lost else work_here(task, self._settings)
+        return b"lost" if self.lost else work_here(task, self._settings, 1, gettempdir())
 
     def _versions(self) -> list[str]:
-        return [version_here(), "0.0.1"] if self.lost else [version_here()]
-
-    def _connect(self) -> None:
-        """It is here."""
-
-    def _leave(self) -> None:
-        """It goes on."""
+        return [__version__, "0.0.1"] if self.lost else [__version__]
 
 
 def check(tmp_path: Path, *, sha256: str = "", name: str = "a") -> EngineTask:
@@ -66,24 +61,23 @@ def test_an_answer_says_whose_fault_it_was(tmp_path: Path) -> None:
         assert {nowhere.value.slug, differs.value.slug, garbled.value.slug} == {"no-engine"}
         with pytest.raises(InputError, match="1 of 2 workers have Traceloom"):
             cluster.check()
-        assert other.check() == "here://127.0.0.1:1, workers: 1"
+        assert other.check() == "dask://127.0.0.1:1, workers: 1"
     finally:
         cluster.close()
         other.close()
 
 
 def test_whatever_a_worker_is_sent_it_answers() -> None:
-    answer = work_here(b"\xc1", b"\xc1")
+    answer = work_here(b"\xc1", b"\xc1", 1, gettempdir())
     assert ClusterAnswer.__name__.encode() not in answer  # plain data
     assert b"worker" in answer
 
 
-@pytest.mark.parametrize("kind", ["dask", "ray"])
 @pytest.mark.parametrize("where", ["10.0.0.1:8786", "[2001:db8::1]:8786", "0.0.0.0:8786", "nowhere.invalid:8786"])
-def test_a_cluster_beyond_this_host_needs_tls(kind: str, where: str) -> None:
-    pytest.importorskip({"dask": "distributed"}.get(kind, kind), reason=f"the extra `{kind}` is not installed")
+def test_a_cluster_beyond_this_host_needs_tls(where: str) -> None:
+    pytest.importorskip("distributed", reason="the extra `dask` is not installed")
     with pytest.raises(UsageError) as raised:
-        engine_of(f"{kind}://{where}")
+        engine_of(f"dask://{where}")
     assert raised.value.slug == "engine-without-tls"
 
 
@@ -109,18 +103,23 @@ def test_certificates_are_looked_at_before_anything_is_sent(tmp_path: Path) -> N
         assert raised.value.slug == slug
 
 
-@pytest.mark.parametrize(("kind", "package"), [("dask", "distributed"), ("ray", "ray")])
-def test_a_package_that_is_not_installed_is_named(kind: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
+def test_a_package_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "distributed", None)
     with pytest.raises(InputError) as raised:
-        engine_of(f"{kind}://127.0.0.1:1")
+        engine_of("dask://127.0.0.1:1")
     assert raised.value.slug == "no-extra"
-    assert f"traceloom[fleet,{kind}]" in raised.value.hint
+    assert "traceloom[fleet,dask]" in raised.value.hint
+
+
+def test_an_engine_that_is_not_there_is_refused() -> None:
+    with pytest.raises(UsageError) as raised:
+        engine_of("ray://127.0.0.1:10001")
+    assert raised.value.slug == "unknown-engine"
 
 
 def test_a_cluster_that_is_away_costs_a_task_no_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("distributed", reason="the extra `dask` is not installed")
-    monkeypatch.setattr("traceloom.collect.dask_cluster._CONNECT_S", 0.5)
+    monkeypatch.setattr("traceloom.collect.cluster._CONNECT_S", 0.5)
     engine = engine_of(f"dask://127.0.0.1:{free_port()}", 1)
     try:
         for ask in (engine.check, engine.submit(check(tmp_path)).result):
