@@ -57,9 +57,5 @@ class ByHand:
         self.paused = seconds
         return True
 
-    def resume(self) -> bool:
-        self.paused = 0.0
-        return True
-
     def close(self) -> None:
         self.closed.set()

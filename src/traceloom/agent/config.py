@@ -119,12 +119,6 @@ class Access(ConfigTable, frozen=True):
     seconds: float = 10.0  # for a client to send its request and take the answer
 
 
-class Dynolog(ConfigTable, frozen=True):
-    """dynolog's RPC: no authentication, therefore off unless an address is given."""
-
-    address: str = ""  # 127.0.0.1:1778
-
-
 class Traces(ConfigTable, frozen=True):
     """Traces on demand: what one may cost, and how much is kept."""
 
@@ -305,7 +299,6 @@ class Config(ConfigTable, frozen=True):
     probes: Probes = Probes()
     tcp: Tcp = Tcp()
     access: Access = Access()
-    dynolog: Dynolog = Dynolog()
     traces: Traces = Traces()
     fleet: FleetLink = FleetLink()
     hangs: Hangs = Hangs()

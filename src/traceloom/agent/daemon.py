@@ -27,8 +27,7 @@ from traceloom.agent.audit import AuditLog
 from traceloom.agent.board import Board
 from traceloom.agent.collect import Collector, host_collectors
 from traceloom.agent.collect.cgroups import Cgroups
-from traceloom.agent.config import Config, Locations, host_and_port
-from traceloom.agent.dyno_rpc import DynoRpc, DynoTrace, DynoTraced, wanted_of
+from traceloom.agent.config import Config, Locations
 from traceloom.agent.environment import variables
 from traceloom.agent.grouping import GroupedStacks, grouped
 from traceloom.agent.guard import Guard
@@ -52,7 +51,7 @@ from traceloom.agent.owners import Process
 from traceloom.agent.processes import OwnedProcesses, jobs_now
 from traceloom.agent.profilers.telemetry import TelemetryProfiler
 from traceloom.agent.publish import Publisher, publishers
-from traceloom.agent.registry import ProfilerClient, ProfilerRegistry, is_alive
+from traceloom.agent.registry import ProfilerClient, ProfilerRegistry
 from traceloom.agent.requests.desk import RequestDesk
 from traceloom.agent.requests.places import Places
 from traceloom.agent.requests.store import RequestStore
@@ -183,10 +182,6 @@ class Agent:
                 stack.push_async_callback(self.uplink.close)
             await self.hangs.start()
             stack.push_async_callback(self.hangs.close)
-            if self.config.dynolog.address:
-                rpc = DynoRpc(self, *host_and_port(self.config.dynolog.address))
-                await rpc.start()
-                stack.push_async_callback(rpc.close)
             for publisher in self.publishers:
                 publisher.start()
                 publishing = asyncio.create_task(self._publish(publisher), name=f"publish {publisher.name}")
@@ -213,7 +208,7 @@ class Agent:
         """End in order."""
         self._stop.set()
 
-    # What the HTTP interface and the RPC ask.
+    # What the HTTP interface asks.
 
     def status(self) -> StatusAnswer:
         """How the agent fares."""
@@ -277,10 +272,6 @@ class Agent:
         loop = asyncio.get_running_loop()
         paused = await loop.run_in_executor(None, self.accelerators.pause, seconds)
         return [back_end.name for back_end in self.accelerators.back_ends] if paused else []
-
-    async def resume(self) -> bool:
-        """Take the hardware counters again; whether any had been let go."""
-        return bool(await asyncio.get_running_loop().run_in_executor(None, self.accelerators.resume))
 
     async def learn(self, job: str, path: str, user: int) -> TracedFacts:
         """Take from a trace of a job what only a trace tells; `user` must be able to read it.
@@ -346,43 +337,6 @@ class Agent:
         except OutputError as error:
             raise RequestError(503, str(error), slug=error.slug, hint=error.hint) from error
         return variables(self.locations, uid)
-
-    async def trace_as_dynolog(self, request: DynoTrace, uid: int) -> DynoTraced:
-        """Trace what matches a request of dynolog's RPC, of processes that the user may trace.
-
-        Raises:
-            TraceloomError: The configuration is not safe, or the request is refused.
-        """
-
-        def may_trace(owner: int) -> bool:
-            return uid in (0, os.geteuid(), owner)
-
-        chosen = set(request.pids) - {0}
-        matching = [
-            client
-            for client in self.registry.clients.values()
-            if client.job == request.job_id and may_trace(client.uid)
-            and is_alive(self.registry.proc, client.pid, client.start_ticks)
-            and (not chosen or not chosen.isdisjoint({client.pid, *client.ancestors}))
-        ][: max(request.process_limit, 0)]  # fmt: skip
-        acts = partial(self.acts, f"dynolog uid {uid}", None, "setKinetOnDemandRequest")
-        if not matching:
-            acts(allowed=False, why="no-such-process", job=request.job_id, pids=request.pids)
-            return DynoTraced()
-        idle = [client for client in matching if not self.desk.is_traced(client.key)]
-        if idle:
-            try:
-                wanted = wanted_of(request.config, tuple(client.pid for client in idle), time.time_ns())
-                taken = await self.desk.submit(wanted, f"dynolog uid {uid}", may_trace)
-            except TraceloomError as error:
-                acts(allowed=False, why=error.slug, pids=[client.pid for client in idle])
-                raise
-            acts(allowed=True, request=taken.id, pids=[client.pid for client in idle])
-        return DynoTraced(
-            processes_matched=[client.pid for client in matching],
-            activity_profilers_triggered=[client.pid for client in idle],
-            activity_profilers_busy=len(matching) - len(idle),
-        )
 
     def acts(self, who: str, pid: int | None, route: str, *, allowed: bool, **details: object) -> None:
         """Note in the audit log who changes something, or was refused."""

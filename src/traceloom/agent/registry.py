@@ -25,8 +25,7 @@ _SILENT_S = 900.0  # a stopped process polls again when it goes on; it is forgot
 class ProfilerClient(msgspec.Struct, kw_only=True):
     """A process that polls. Its identity is (boot, pid, start time); `key` is `PID@START` as of processes.
 
-    `pid`, `uid` and `ancestors` are what the kernel says, whatever the process says of itself; `own_pid` is what it
-    calls itself in its pid namespace.
+    `pid`, `uid` and `ancestors` are what the kernel says, whatever the process says of itself.
     """
 
     key: str
@@ -36,9 +35,6 @@ class ProfilerClient(msgspec.Struct, kw_only=True):
     start_ticks: int
     ancestors: tuple[int, ...] = ()
     address: str | bytes = ""
-    own_pid: int = 0
-    job: int = 0
-    mask: int = 0
     busy: bool = False
     polls: int = 0
     first_ns: int = 0
@@ -84,7 +80,7 @@ class ProfilerRegistry:
         if client.polls:
             client.interval_s = min(max(now - client.polled, 0.1), 60.0)
         client.uid, client.gid, client.address = uid, gid, address  # it may have given up its rights since
-        client.own_pid, client.job, client.mask, client.busy = poll.pids[0], poll.job, poll.mask, poll.busy
+        client.busy = poll.busy
         client.polls += 1
         client.polled = now
         return client

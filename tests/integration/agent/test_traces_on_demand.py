@@ -1,4 +1,4 @@
-"""Traces of a real job that `agent env` alone prepared: by rank, by job, by dynolog's RPC, across a kill of the agent."""
+"""Traces of a real job that `agent env` alone prepared: by rank, by job, across a kill of the agent."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -47,11 +46,10 @@ class Host:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.rpc_port = _free_port()
         (folder / "agent.toml").write_text(
             "[paths]\n"
             + "".join(f'{name} = "{folder}/{name}"\n' for name in ("socket", "history", "audit", "kineto", "requests", "traces"))
-            + f'[collect]\nperiod = 1.0\n[dynolog]\naddress = "127.0.0.1:{self.rpc_port}"\n',
+            + "[collect]\nperiod = 1.0\n",
             encoding="utf-8",
         )  # fmt: skip
         self.client = AgentClient(folder / "socket", 60)
@@ -121,12 +119,6 @@ class Host:
         for process in (self.job, self.agent):
             process.wait(60)
         self.log.close()
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 @pytest.fixture(scope="module")
@@ -214,26 +206,6 @@ def test_events_tell_every_state_and_files_are_those_of_the_request(host: Host) 
     with pytest.raises(TraceloomError) as refusal:
         host.client.get(f"requests/{request['id']}/files/..%2Fcapture.json")
     assert refusal.value.slug in {"no-such-file", "no-such-route"}
-
-
-def test_dynologs_rpc_triggers_the_same(host: Host) -> None:
-    ranks = [host.pid_of_rank(0)]
-    body = json.dumps(
-        {
-            "fn": "setKinetOnDemandRequest", "job_id": 0, "pids": ranks, "process_limit": 3,
-            "config": "PROFILE_START_ITERATION=0\nPROFILE_START_ITERATION_ROUNDUP=1\nACTIVITIES_ITERATIONS=2\n"
-            "ACTIVITIES_LOG_FILE=/tmp/elsewhere.json\nPROFILE_REPORT_INPUT_SHAPES=false",
-        }
-    ).encode()  # fmt: skip
-    with socket.create_connection(("127.0.0.1", host.rpc_port), WAIT_S) as connection:
-        connection.sendall(struct.pack("<i", len(body)) + body)
-        answer = json.loads(b"".join(iter(lambda: connection.recv(65_536), b""))[4:])
-    assert answer["processesMatched"] == answer["activityProfilersTriggered"] == ranks
-    request = host.client.get("requests")["requests"][-1]
-    assert request["who"] == f"dynolog uid {os.geteuid()}"
-    ended = host.ended(request["id"])
-    assert [target["state"] for target in ended["targets"]] == ["kept"]
-    assert not Path("/tmp/elsewhere.json").exists()
 
 
 def test_a_request_outlives_a_kill_of_the_agent(host: Host) -> None:

@@ -110,8 +110,8 @@ def compiled(directory: Path, *, old: bool = False) -> Path:
 def steps(library: Path, tmp_path: Path, *steps: dict[str, Any]) -> list[dict[str, Any]]:
     """What the collector says after each step, in a process that loads the library.
 
-    A step has `script` (what the library does from now on), and `do`: `sample` (default), `pause` or `resume`;
-    `later` moves the clock of retries by so many seconds; `limit` is the time-out in seconds.
+    A step has `script` (what the library does from now on); with `pause` it pauses for so many seconds, else it takes a
+    sample. `later` moves the clock of retries by so many seconds; `limit` is the time-out in seconds.
     """
     environment = {
         **os.environ,

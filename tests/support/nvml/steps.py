@@ -35,13 +35,10 @@ def main() -> None:
             uuid: [MatrixTypes(shares, "declared") for shares in mixes] for uuid, mixes in step.get("types", {}).items()
         }
         answer: dict[str, Any] = {"readings": []}
-        match step.get("do", "sample"):
-            case "pause":
-                answer["done"] = collector.pause(step["seconds"])
-            case "resume":
-                answer["done"] = collector.resume()
-            case _:
-                answer["readings"] = collector.collect()
+        if "pause" in step:
+            answer["done"] = collector.pause(step["pause"])
+        else:
+            answer["readings"] = collector.collect()
         states = [script.with_name(f"{script.name}.g{number}") for number in range(2)]
         answer |= {
             "devices": msgspec.to_builtins(collector.devices),

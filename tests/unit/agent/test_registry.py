@@ -42,8 +42,8 @@ class Kernel:
     def end(self, pid: int) -> None:
         (self.proc / str(pid) / "stat").unlink()
 
-    def poll(self, pid: int, mask: int = IDLE, address: str = "", uid: int = 7, job: int = 0) -> ProfilerClient | None:
-        return self.registry.poll(Poll(mask, job, (5, 1)), pid, uid, uid, address)
+    def poll(self, pid: int, mask: int = IDLE, address: str = "", uid: int = 7) -> ProfilerClient | None:
+        return self.registry.poll(Poll(mask, 0, (5, 1)), pid, uid, uid, address)
 
 
 @pytest.fixture
@@ -55,9 +55,9 @@ def test_a_process_is_its_pid_and_its_start(kernel: Kernel) -> None:
     kernel.start(40, 100, parent=30)
     kernel.start(30, 90, parent=20)
     kernel.start(20, 80)
-    client = kernel.poll(40, job=77)
+    client = kernel.poll(40)
     assert client is not None
-    assert (client.key, client.pid, client.own_pid, client.job, client.ancestors) == ("40@100", 40, 5, 77, (30, 20))
+    assert (client.key, client.pid, client.ancestors) == ("40@100", 40, (30, 20))
     kernel.now += 2.5
     assert kernel.poll(40) is client
     assert (client.polls, client.interval_s) == (2, 2.5)

@@ -90,9 +90,6 @@ class Accelerator(Protocol):
     def pause(self, seconds: float) -> bool:
         """Release hardware counters for another profiler, for so long at most; whether there were any."""
 
-    def resume(self) -> bool:
-        """Take them again."""
-
     def close(self) -> None:
         """Let go of the driver."""
 

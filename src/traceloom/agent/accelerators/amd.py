@@ -167,10 +167,6 @@ class AmdAccelerator:
         """The files use no counters that a profiler needs."""
         return False
 
-    def resume(self) -> bool:
-        """There is nothing to take."""
-        return False
-
     def close(self) -> None:
         """Let go of the management library."""
         if self._smi is not None:

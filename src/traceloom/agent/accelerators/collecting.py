@@ -132,10 +132,6 @@ class AcceleratorCollector:
         """Release the hardware counters for so long; how many back ends had some."""
         return sum(back_end.pause(seconds) for back_end in self.back_ends)
 
-    def resume(self) -> int:
-        """Take the hardware counters again."""
-        return sum(back_end.resume() for back_end in self.back_ends)
-
     def record(self, path: str | Path) -> None:
         """Write every sample from now on to a file that the back end `recorded` plays."""
         self._writer = SampleWriter(path)

@@ -102,7 +102,9 @@ class NvmlAccelerator:
     def sample(self) -> list[Reading]:
         """All metrics of all devices that answer."""
         if self._paused_until and self._clock() >= self._paused_until:
-            self.resume()
+            self._paused_until = 0.0
+            for _ in self._answering(NvmlDevice.arm):  # counts pipes again
+                pass
         for _ in self._answering(NvmlDevice.take_gpm, self._clock()):
             pass
         if any(entry.gpm is not None and len(entry.gpm) == 1 for entry in self._devices.values()):
@@ -156,12 +158,6 @@ class NvmlAccelerator:
         """Stop counting pipes, so that a profiler that needs the counters gets them."""
         self._paused_until = self._clock() + seconds
         return sum(entry.disarm() for entry in self._devices.values()) > 0
-
-    def resume(self) -> bool:
-        """Count pipes again."""
-        self._paused_until = 0.0
-        armed = list(self._answering(NvmlDevice.arm))  # all of them, not up to the first that counts
-        return any(entry.gpm is not None for entry, _ in armed)
 
     def close(self) -> None:
         """Let go of counters, events and the library."""

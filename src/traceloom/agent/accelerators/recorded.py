@@ -128,10 +128,6 @@ class RecordedAccelerator:
         """There is nothing to release."""
         return False
 
-    def resume(self) -> bool:
-        """There is nothing to take."""
-        return False
-
     def close(self) -> None:
         """Let go of the file."""
         self._samples.close()

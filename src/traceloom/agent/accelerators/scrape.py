@@ -243,10 +243,6 @@ class ScrapedAccelerator:
         """The counters are the exporter's."""
         return False
 
-    def resume(self) -> bool:
-        """The counters are the exporter's."""
-        return False
-
     def close(self) -> None:
         """Nothing is open between two scrapes."""
 

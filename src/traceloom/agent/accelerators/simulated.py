@@ -120,11 +120,6 @@ class SimulatedAccelerator:
         self.paused_until = self._clock() + seconds
         return True
 
-    def resume(self) -> bool:
-        """Activity of pipes again."""
-        self.paused_until = 0.0
-        return True
-
     def close(self) -> None:
         """Nothing to let go of."""
 

@@ -153,10 +153,6 @@ class Watched:
         """Release the hardware counters; False where the back end did not do it in time."""
         return self._ask(lambda accelerator: accelerator.pause(seconds))
 
-    def resume(self) -> bool:
-        """Take the counters again; False where the back end did not do it in time."""
-        return self._ask(lambda accelerator: accelerator.resume())
-
     def close(self) -> None:
         """Let go of the back end; what hangs is left behind."""
         if self._thread is not None:

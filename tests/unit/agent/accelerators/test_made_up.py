@@ -89,7 +89,7 @@ def test_an_estimate_that_one_device_has_is_not_missed_in_another() -> None:
     back_end.pause(1e9)
     collector.collect()
     assert "gpu_flops: the activity of the pipes is not known" in "\n".join(collector.trouble())
-    back_end.resume()
+    back_end.pause(0.0)
     unknown = back_end.devices()
     unknown[3] = msgspec.structs.replace(unknown[3], architecture="")
     back_end.devices = lambda: unknown  # type: ignore[method-assign]
@@ -106,9 +106,6 @@ def test_pipes_rest_while_paused() -> None:
     assert not values(back_end.sample(), "gpu_pipe_active_ratio")
     assert values(back_end.sample(), "gpu_busy_ratio")
     clock.now += 6
-    assert values(back_end.sample(), "gpu_pipe_active_ratio")
-    back_end.pause(5.0)
-    back_end.resume()
     assert values(back_end.sample(), "gpu_pipe_active_ratio")
 
 
