@@ -165,15 +165,6 @@ class Otlp(ConfigTable, frozen=True):
     timeout: float = 10.0
 
 
-class Files(ConfigTable, frozen=True):
-    """Metrics as files: JSON lines, rotated; Parquet, one file per hour."""
-
-    json_lines: str = ""
-    json_lines_mb: float = 100.0
-    parquet: str = ""
-    parquet_days: float = 7.0
-
-
 # Labels of the owner of a process, by which every rule can be narrowed beside the labels of its metric.
 OWNER_LABELS = ("job", "rank", "user", "account", "namespace", "pod", "framework")
 
@@ -305,7 +296,6 @@ class Config(ConfigTable, frozen=True):
     triggers: tuple[AnyRule, ...] = ()
     trigger_budget: TriggerBudget = TriggerBudget()
     otlp: Otlp = Otlp()
-    files: Files = Files()
     compat: tuple[str, ...] = ()  # `dcgm`: also under the names of dcgm-exporter
 
     def __post_init__(self) -> None:

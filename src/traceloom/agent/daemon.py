@@ -50,7 +50,7 @@ from traceloom.agent.metrics import Histogram, Reading
 from traceloom.agent.owners import Process
 from traceloom.agent.processes import OwnedProcesses, jobs_now
 from traceloom.agent.profilers.telemetry import TelemetryProfiler
-from traceloom.agent.publish import Publisher, publishers
+from traceloom.agent.publish.otlp import OtlpPublisher
 from traceloom.agent.registry import ProfilerClient, ProfilerRegistry
 from traceloom.agent.requests.desk import RequestDesk
 from traceloom.agent.requests.places import Places
@@ -117,7 +117,7 @@ class Agent:
         self.scheduler = Scheduler(self.board, chosen, self._delivered)
         self.topline = Topline(config.accelerators.reference)
         self.step_counts = Steps()
-        self.publishers: list[Publisher] = publishers(config)
+        self.otlp = OtlpPublisher(config) if config.otlp.endpoint else None
         self.boot_id = ""
         with contextlib.suppress(OSError):
             path = Path(config.collect.proc, "sys/kernel/random/boot_id")
@@ -182,10 +182,10 @@ class Agent:
                 stack.push_async_callback(self.uplink.close)
             await self.hangs.start()
             stack.push_async_callback(self.hangs.close)
-            for publisher in self.publishers:
-                publisher.start()
-                publishing = asyncio.create_task(self._publish(publisher), name=f"publish {publisher.name}")
-                stack.callback(publisher.close)
+            if self.otlp is not None:
+                self.otlp.start()
+                publishing = asyncio.create_task(self._publish(self.otlp), name="otlp")
+                stack.callback(self.otlp.close)
                 stack.callback(publishing.cancel)
             stack.callback(self.accelerators.close)
             stack.callback(self.step_clock.close)
@@ -227,7 +227,7 @@ class Agent:
             processes=len(self.board.processes), collectors=collectors,
             history={"bytes": float(self.history.bytes()), "lost_ticks": float(sum(self.history.lost.values()))},
             history_trouble=self.history.trouble,
-            publishers={publisher.name: publisher.trouble for publisher in self.publishers}
+            publishers=({"otlp": self.otlp.trouble} if self.otlp is not None else {})
             | ({f"fleet {self.uplink.config.fleet.server}": self.uplink.trouble} if self.uplink is not None else {}),
         )  # fmt: skip
 
@@ -426,14 +426,14 @@ class Agent:
         """Nanoseconds since the epoch, of a clock that is set when the agent begins and never jumps."""
         return self._started_ns + time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
-    async def _publish(self, publisher: Publisher) -> None:
-        """Hand on a copy of the board at the publisher's pace; a slow one falls behind alone."""
+    async def _publish(self, otlp: OtlpPublisher) -> None:
+        """Send a copy of the board every `otlp.period`; a slow receiver holds up nothing else."""
         loop = asyncio.get_running_loop()
-        thread = ThreadPoolExecutor(1, f"publish-{publisher.name}")
+        thread = ThreadPoolExecutor(1, "otlp")
         try:
             while True:
-                await asyncio.sleep(publisher.period_s)
-                await loop.run_in_executor(thread, publisher.put, self.board.copy())
+                await asyncio.sleep(self.config.otlp.period)
+                await loop.run_in_executor(thread, otlp.put, self.board.copy())
         finally:
             thread.shutdown(wait=False)
 
@@ -466,11 +466,9 @@ class Agent:
             *(self.uplink.readings() if self.uplink is not None else ()),
             *(Reading("agent_history_lost_total", (reason,), float(ticks)) for reason, ticks in lost.items()),
             *(Reading("agent_requests_total", labels, float(number)) for labels, number in self._requests.items()),
-            *(
-                Reading("agent_export_failures_total", (publisher.name,), float(publisher.failures))
-                for publisher in self.publishers
-            ),
         ]  # fmt: skip
+        if self.otlp is not None:
+            readings.append(Reading("agent_export_failures_total", (), float(self.otlp.failures)))
         if self.history.path is not None:
             readings.append(Reading("agent_history_bytes", (), float(self.history.bytes())))
         self.board.put("agent", readings, now_ns)

@@ -200,7 +200,7 @@ _DECLARED = (
     Metric("agent_usage_dropped_seconds_total", "counter", "seconds", "Device time that no minute of usage has: it came after its minute was sent, or beyond the 60 s of one, as where a clock was set.", (), "traceloom.agent.usage.dropped", "s"),
     Metric("agent_usage_lost_total", "counter", "", "Minutes of usage that no service took within two days, or that could not be written.", (), "traceloom.agent.usage.lost", "{minute}"),
     Metric("agent_requests_total", "counter", "", "Requests by what became of them.", ("route", "code"), "traceloom.agent.requests", "{request}", (("route", "http.route"), ("code", "http.response.status_code"))),
-    Metric("agent_export_failures_total", "counter", "", "Deliveries of metrics that failed.", ("publisher",), "traceloom.agent.export.failures", "{failure}", (("publisher", "traceloom.publisher"),)),
+    Metric("agent_export_failures_total", "counter", "", "Deliveries of metrics by OTLP that failed.", (), "traceloom.agent.export.failures", "{failure}"),
 )  # fmt: skip
 
 METRICS = {metric.name: metric for metric in _DECLARED}

@@ -1,4 +1,4 @@
-"""What takes long is done in a process of its own: files of metrics, facts of a capture.
+"""What takes long is done in a process of its own: facts of a capture, recordings by probes.
 
 A task is a function `module:name` of the package that takes keywords and gives what JSON holds. The process ends with
 its task; one that crashes, hangs or swells takes nothing with it.
@@ -17,7 +17,6 @@ from traceloom.errors import TraceloomError
 from traceloom.workers import Worker
 
 TASKS = {
-    "parquet": "traceloom.agent.publish.parquet_file:write",
     "pod-resources": "traceloom.agent.owners.pod_resources:containers",
     "stacks": "traceloom.agent.profilers.chrome_stacks:convert",
     "job-facts": "traceloom.agent.job_facts:of_capture",

@@ -14,8 +14,9 @@ import psutil
 import pytest
 
 from support.agent_server import ANNA, BERT, locations_in, process
+from support.prometheus import free_port
 from traceloom.agent.accelerators import Device
-from traceloom.agent.config import Accelerators, Collect, Config, Files, Owners
+from traceloom.agent.config import Accelerators, Collect, Config, Otlp, Owners
 from traceloom.agent.daemon import Agent
 from traceloom.agent.http.answers import HistoryQuestion
 from traceloom.agent.http.peers import Peer, View
@@ -23,9 +24,9 @@ from traceloom.agent.metrics import METRICS, Histogram, Reading, Series
 
 
 @contextmanager
-def made(directory: Path, files: Files | None = None) -> Iterator[Agent]:
+def made(directory: Path, otlp: Otlp = Otlp()) -> Iterator[Agent]:  # noqa: B008  (it is frozen)
     """An agent that does not run."""
-    config = Config(accelerators=Accelerators(backends=("simulated",), simulated=1), files=files or Files())
+    config = Config(accelerators=Accelerators(backends=("simulated",), simulated=1), otlp=otlp)
     agent = Agent(config, locations_in(directory))
     try:
         yield agent
@@ -40,9 +41,7 @@ def sizes(directory: Path, pattern: str) -> int:
 
 def test_the_agent_measures_itself(tmp_path: Path) -> None:
     async def live() -> None:
-        # A file stands where the directory of the metrics' file would have to be.
-        (tmp_path / "in-the-way").touch()
-        with made(tmp_path, Files(json_lines=str(tmp_path / "in-the-way" / "metrics.jsonl"))) as agent:
+        with made(tmp_path, Otlp(endpoint=f"http://127.0.0.1:{free_port()}", timeout=0.1)) as agent:  # nobody listens
             steps = METRICS["step_seconds"]
             histogram = Histogram("step_seconds", ("slurm-7", "0"), (0,) * len(steps.bounds), 1, 99.0)
             agent.board.put("some", [Reading("host_load_ratio", (), 0.5), histogram], time.time_ns())
@@ -51,8 +50,10 @@ def test_the_agent_measures_itself(tmp_path: Path) -> None:
             agent.asked("/api/v1/query", 404)
             agent.history.write(time.time_ns(), [(("host_load_ratio", ()), 0.5)])
             on_disk = sizes(tmp_path, r"agent\.db(-wal)?")
-            for publisher in agent.publishers:
-                publisher.put(agent.board.copy())
+            assert agent.otlp is not None
+            agent.otlp.start()
+            agent.otlp.put(agent.board.copy())
+            agent.otlp.close()
             collector = agent.scheduler.collectors[0]
             began = time.monotonic()
             await agent.scheduler.collect(collector)
@@ -67,7 +68,7 @@ def test_the_agent_measures_itself(tmp_path: Path) -> None:
             assert values["agent_history_lost_total", ("slow-disk",)] == 0
             assert values["agent_requests_total", ("/metrics", "200")] == 2
             assert values["agent_requests_total", ("/api/v1/query", "404")] == 1
-            assert values["agent_export_failures_total", ("json_lines",)] == 1
+            assert values["agent_export_failures_total", ()] == 1
             assert 0 < values["collector_seconds", (collector.name,)] <= took
             of_others = [sheet for name, sheet in agent.board.sheets.items() if name != "agent"]
             number = sum(len(sheet.values) + len(sheet.histograms) for sheet in of_others)

@@ -12,7 +12,7 @@ from traceloom.agent import registry as module
 from traceloom.agent.board import Board
 from traceloom.agent.ipc.datagrams import ACTIVITIES, EVENTS, Poll
 from traceloom.agent.metrics import METRICS, PREFIX, Histogram, Reading
-from traceloom.agent.publish.json_lines import lines
+from traceloom.agent.publish.openmetrics import families
 from traceloom.agent.registry import (
     Offer,
     ProfilerClient,
@@ -243,20 +243,18 @@ def test_a_reading_that_is_not_declared_is_refused_and_changes_nothing(reading: 
     assert [value for _, value, _ in board.values()] == [1.0]
 
 
-def test_lines_of_a_histogram_are_cumulated_to_its_number() -> None:
+def test_buckets_of_a_histogram_are_cumulated_to_its_number() -> None:
     steps, board = Steps(), Board()
     durations = [0.0004, 0.02, 0.02, 3.0, 1e6]
     steps.report("7@1", "job", 2, durations, 0.5)
     board.put("steps", steps.readings(), 1_700_000_000_123_456_789)
-    rows = list(lines(board, "node1"))
-    assert {row.time for row in rows} == {"2023-11-14T22:13:20.123Z"}
-    assert {row.host for row in rows} == {"node1"}
-    buckets = {row.labels["le"]: row.value for row in rows if row.metric == f"{PREFIX}step_seconds_bucket"}
+    rows = [sample for family in families(board) for sample in family.samples]
+    buckets = {row.labels["le"]: row.value for row in rows if row.name == f"{PREFIX}step_seconds_bucket"}
     bounds = METRICS["step_seconds"].bounds
     assert buckets == {
         **{repr(bound): sum(duration <= bound for duration in durations) for bound in bounds}, "+Inf": len(durations),
     }  # fmt: skip
-    single = {row.metric.removeprefix(PREFIX): row.value for row in rows if "le" not in row.labels}
+    single = {row.name.removeprefix(PREFIX): row.value for row in rows if "le" not in row.labels}
     assert single == {
         "step_seconds_count": 5, "step_seconds_sum": pytest.approx(sum(durations)), "dataloader_wait_seconds_total": 0.5,
     }  # fmt: skip

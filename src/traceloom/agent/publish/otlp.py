@@ -31,13 +31,13 @@ _KINDS = {"gpu_": "gpu", "rdma_": "network"}  # what `hw.type` is
 
 
 class OtlpPublisher:
-    """`otlp.endpoint`: takes all of the board every `otlp.period` seconds."""
+    """`otlp.endpoint`: sends all of the board.
 
-    name = "otlp"
+    A delivery that fails is counted in `failures` and never raised; `trouble` says why the last one failed, or "".
+    """
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.period_s = config.otlp.period
         self.failures = 0
         self.trouble = ""
         self._exporter: MetricExporter | None = None
@@ -66,7 +66,7 @@ class OtlpPublisher:
         self._exporter = OTLPMetricExporter(endpoint, headers=otlp.headers, timeout=otlp.timeout)
 
     def put(self, board: Board) -> None:
-        """Send all of it."""
+        """Send all of it; blocks, so it is called in a thread."""
         from opentelemetry.sdk.metrics.export import MetricExportResult
 
         if self._exporter is None:
@@ -80,7 +80,7 @@ class OtlpPublisher:
             self.trouble = f"{self.config.otlp.endpoint}: {self._log.words or 'not delivered'}"
 
     def close(self) -> None:
-        """Give up what is on its way."""
+        """Give up what is on its way; from another thread than `put`, which may be waiting for the receiver."""
         if self._exporter is not None:
             self._exporter.shutdown()
         logging.getLogger("opentelemetry.exporter").removeHandler(self._log)
