@@ -89,8 +89,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--json", action="store_true", help="print the report as JSON")
     outputs.add_output(
         how,
-        ".html, .json, .md, .perfetto.json.gz, .perfetto.json, .speedscope.json, .pprof.pb.gz; .csv or .parquet for "
-        "the table of that name; DIR/ for all tables",
+        ".html, .json, .md, .perfetto.json.gz, .perfetto.json, .speedscope.json; .csv or .parquet for the table of "
+        "that name; DIR/ for all tables",
     )
     how.add_argument("--format", choices=("csv", "parquet"), default="csv", help="of the tables in DIR/ (default: csv)")
     types.add_reading(parser.add_argument_group("more"))

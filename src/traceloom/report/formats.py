@@ -119,18 +119,10 @@ def write_speedscope(report: Report, handle: BinaryIO) -> None:
     write(report.session, handle)
 
 
-def write_pprof(report: Report, handle: BinaryIO) -> None:
-    """The stacks for pprof."""
-    from traceloom.report.exports.pprof import write
-
-    write(report.session, handle)
-
-
 FORMATS = (
     Format((".perfetto.json.gz",), write_perfetto_gz, "open it at ui.perfetto.dev"),
     Format((".perfetto.json",), write_perfetto, "open it at ui.perfetto.dev"),
     Format((".speedscope.json",), write_speedscope, "open it at www.speedscope.app"),
-    Format((".pprof.pb.gz", ".pb.gz"), write_pprof, "look at it with: go tool pprof -http=: FILE"),
     Format((".html", ".htm"), write_html, "open it in a browser"),
     Format((".json",), write_json, "its keys are described in docs/reference/report-json.md", of_runs=True),
     Format((".md",), write_markdown, "paste it into a pull request", of_runs=True),

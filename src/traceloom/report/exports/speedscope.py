@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import BinaryIO
 
 import numpy as np
@@ -20,21 +21,43 @@ from traceloom.analyze.flame import flame, thread_names
 from traceloom.analyze.frames import places
 from traceloom.array_types import Ints
 from traceloom.model import Session, Trace
-from traceloom.report.exports.stacks import NO_LAUNCH, Frames, first_of, place
 
 SCHEMA = "https://www.speedscope.app/file-format-schema.json"
 _AT_ONCE = 1 << 18  # opened and closed frames that are spelled at once
+_Frame = tuple[str, str | None, int | None]  # name, file, line
+_NO_LAUNCH: _Frame = ("(launch not recorded)", None, None)
+
+
+@dataclass(slots=True)
+class _Frames:
+    """Distinct frames, in the order in which they are first numbered."""
+
+    keys: list[_Frame] = field(default_factory=list)
+    _number: dict[_Frame, int] = field(default_factory=dict)
+
+    def number(self, frame: _Frame) -> int:
+        index = self._number.get(frame)
+        if index is None:
+            index = self._number[frame] = len(self.keys)
+            self.keys.append(frame)
+        return index
+
+    def numbers(self, table: pl.DataFrame) -> list[int]:
+        """The numbers of rows with the columns name, file, line."""
+        return [self.number(frame) for frame in table.select("name", "file", "line").iter_rows()]
 
 
 def write(session: Session, handle: BinaryIO) -> None:
     """Write the threads of all ranks as one file; times count from the earliest event of the session."""
-    frames = Frames()
-    epoch, several = first_of(session), len(session.traces) > 1
+    frames = _Frames()
+    epoch = min((trace.start_ns for trace in session.traces if trace.events.height), default=0)
+    several = len(session.traces) > 1
     head = {"$schema": SCHEMA, "name": session.name, "exporter": f"traceloom {__version__}", "activeProfileIndex": 0}
     handle.write(json.dumps(head)[:-1].encode() + b', "profiles": [')
     between = b"\n"
     for trace in session.traces:
-        for part in _profiles(trace, epoch, place(trace.rank, several), frames):
+        of_rank = "" if not several else "rank ?: " if trace.rank is None else f"rank {trace.rank}: "
+        for part in _profiles(trace, epoch, of_rank, frames):
             handle.writelines((between if number == 0 else b"") + piece for number, piece in enumerate(part))
             between = b",\n"
     if between == b"\n":
@@ -49,7 +72,7 @@ def write(session: Session, handle: BinaryIO) -> None:
     handle.write(b"]}}\n")
 
 
-def _profiles(trace: Trace, epoch: int, before: str, frames: Frames) -> Iterator[Iterator[bytes]]:
+def _profiles(trace: Trace, epoch: int, before: str, frames: _Frames) -> Iterator[Iterator[bytes]]:
     """One text in pieces for each profile of a rank: the main thread first."""
     tree, folded = forest(trace), call_tree(trace)
     number = np.array(frames.numbers(places(folded.names)), dtype=np.int64)
@@ -71,7 +94,7 @@ def _profiles(trace: Trace, epoch: int, before: str, frames: Frames) -> Iterator
         chosen = [row for row, weight in enumerate(weights) if weight]
         samples, values = [stacks[row] for row in chosen], [weights[row] for row in chosen]
         if flame_graph.unattributed_device_ns:
-            samples.append([frames.number(NO_LAUNCH)])
+            samples.append([frames.number(_NO_LAUNCH)])
             values.append(flame_graph.unattributed_device_ns)
         profile = {
             "type": "sampled",
