@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import threading
 from pathlib import Path
 from tempfile import gettempdir
 
@@ -65,6 +66,26 @@ def test_an_answer_says_whose_fault_it_was(tmp_path: Path) -> None:
     finally:
         cluster.close()
         other.close()
+
+
+class LeftBehind(DaskEngine):
+    """A cluster that answers nothing until the service leaves it."""
+
+    waits = threading.Event()
+
+    def _request(self, name: str, task: bytes) -> bytes:
+        self.waits.set()
+        self._closed.wait(60)
+        raise InputError("the connection is closed", slug="no-engine")
+
+
+def test_a_task_that_runs_when_the_service_ends_is_given_up(tmp_path: Path) -> None:
+    cluster = LeftBehind("127.0.0.1:1", slots=1)
+    running = cluster.submit(check(tmp_path))
+    assert cluster.waits.wait(60)
+    cluster.close()
+    with pytest.raises(TaskError, match="the service ends"):
+        running.result(60)
 
 
 def test_whatever_a_worker_is_sent_it_answers() -> None:
