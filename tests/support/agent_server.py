@@ -200,7 +200,7 @@ def listening(agent: SmallAgent, directory: Path) -> Iterator[Listeners]:
         return asyncio.run_coroutine_threadsafe(coroutine, loop).result(30)
 
     try:
-        listeners = run(serve(build_app(agent), agent.config, locations_in(directory)))
+        listeners = run(serve(build_app(agent), agent.config.tcp, agent.config.access, locations_in(directory).socket))
         try:
             yield listeners
         finally:

@@ -166,7 +166,7 @@ class Agent:
         async with contextlib.AsyncExitStack() as stack:
             guard = Guard()
             stack.callback(guard.close)
-            server = await serve(build_app(self), self.config, self.locations)
+            server = await serve(build_app(self), self.config.tcp, self.config.access, self.locations.socket)
             stack.push_async_callback(server.close)
             guard.watch(self.locations.socket)
             self.kineto = KinetoSockets(

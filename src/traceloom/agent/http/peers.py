@@ -21,7 +21,7 @@ import msgspec
 
 from traceloom.agent.accelerators import Device, DeviceProcess
 from traceloom.agent.board import Board
-from traceloom.agent.config import Config, Token
+from traceloom.agent.config import Token
 from traceloom.agent.http.answers import RequestError, Sees
 from traceloom.agent.metrics import METRICS, Histogram, Series
 
@@ -45,15 +45,15 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True):
         return self.uid == 0
 
 
-def unix_peer(connection: socket.socket | Any, config: Config) -> Peer:
+def unix_peer(connection: socket.socket | Any, group: str) -> Peer:
     """Who is at the other end of a unix socket, as the kernel says.
 
     Args:
         connection: A connected socket, or asyncio's view of it.
-        config: Names the group that sees all.
+        group: Its members see everything, as root does; may be empty.
     """
     pid, uid, gid = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    privileged = uid in (0, os.geteuid()) or (config.access.group and _is_member(connection, gid, config.access.group))
+    privileged = uid in (0, os.geteuid()) or (group and _is_member(connection, gid, group))
     return Peer(
         name=f"uid {uid}",
         uid=uid,

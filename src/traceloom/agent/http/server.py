@@ -27,7 +27,7 @@ from uvicorn.config import Config as UvicornConfig
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from traceloom.agent.config import Config, Locations, Tcp, host_and_port
+from traceloom.agent.config import Access, Tcp, host_and_port
 from traceloom.agent.http.answers import ProblemAnswer, RequestError, RequestProblem
 from traceloom.agent.http.limits import Connections
 from traceloom.agent.http.peers import Peer, tcp_peer, unix_peer
@@ -68,14 +68,14 @@ class AgentDoor:
 
     hint = "`access.seconds` of agent.toml"
 
-    def __init__(self, config: Config, connections: Connections, *, loopback: bool | None) -> None:
-        self.config, self.connections, self.loopback = config, connections, loopback
-        self.seconds = config.access.seconds
+    def __init__(self, tcp: Tcp, access: Access, connections: Connections, *, loopback: bool | None) -> None:
+        self.tcp, self.access, self.connections, self.loopback = tcp, access, connections, loopback
+        self.seconds = access.seconds
 
     def peer(self, transport: asyncio.BaseTransport) -> Peer:
         """Who connects: over TCP only where from, until a request shows a token."""
         if self.loopback is None:
-            return unix_peer(transport.get_extra_info("socket"), self.config)
+            return unix_peer(transport.get_extra_info("socket"), self.access.group)
         return Peer(name=f"tcp {transport.get_extra_info('peername')[0]}", sees="host")
 
     def identify(self, transport: asyncio.BaseTransport, peer: Peer) -> Callable[[Headers], Peer]:
@@ -91,7 +91,7 @@ class AgentDoor:
         peer = tcp_peer(
             address,
             headers.get("authorization", ""),
-            self.config.tcp.tokens,
+            self.tcp.tokens,
             loopback=bool(self.loopback),
             certified=certified,
         )
@@ -237,40 +237,40 @@ class Listeners:
         os.close(self.lock)
 
 
-async def serve(app: ASGIApp, config: Config, locations: Locations) -> Listeners:
+async def serve(app: ASGIApp, tcp: Tcp, access: Access, path: Path) -> Listeners:
     """Listen on the unix socket, and on TCP where it is configured, until `close`.
 
     Raises:
         InputError: `tcp-without-tls`, `tcp-without-tokens`, `tls-unusable`, `wrong-config`.
         OutputError: `agent-runs`: another agent has the socket; `socket-unusable`.
     """
-    tls, loopback = tcp_security(config.tcp) if config.tcp.address else (None, True)
+    tls, loopback = tcp_security(tcp) if tcp.address else (None, True)
     state = ServerState()
-    connections = Connections(config.access)
-    uvicorn_config = http_config(app, config.access.seconds)
+    connections = Connections(access)
+    uvicorn_config = http_config(app, access.seconds)
 
     def connection(door: AgentDoor) -> Callable[[], DeadlineProtocol]:
         return lambda: DeadlineProtocol(door, config=uvicorn_config, server_state=state, app_state={})
 
-    listener, lock = unix_listener(locations.socket)
-    listeners = Listeners(state, locations.socket, lock)
+    listener, lock = unix_listener(path)
+    listeners = Listeners(state, path, lock)
     loop = asyncio.get_running_loop()
-    unix_door = AgentDoor(config, connections, loopback=None)
+    unix_door = AgentDoor(tcp, access, connections, loopback=None)
     listeners.servers.append(await loop.create_unix_server(connection(unix_door), sock=listener, backlog=_BACKLOG))
-    if config.tcp.address:
-        host, port = host_and_port(config.tcp.address)
+    if tcp.address:
+        host, port = host_and_port(tcp.address)
         try:
             server = await loop.create_server(
-                connection(AgentDoor(config, connections, loopback=loopback)),
+                connection(AgentDoor(tcp, access, connections, loopback=loopback)),
                 host,
                 port,
                 ssl=tls,
                 backlog=_BACKLOG,
-                ssl_handshake_timeout=config.access.seconds if tls else None,
+                ssl_handshake_timeout=access.seconds if tls else None,
             )
         except OSError as error:
             await listeners.close()
-            raise _unusable(config.tcp.address, error) from error
+            raise _unusable(tcp.address, error) from error
         listeners.servers.append(server)
         listeners.tcp_address = server.sockets[0].getsockname()[:2]
     return listeners
