@@ -32,9 +32,8 @@ VERBS = {
     "report": "show where the time of a trace or a recorded run went",
     "whatif": "say what a change would save",
     "simulate": "say how long a workload takes on another machine",
-    "calibrate": "fit a machine's collectives to those of recorded runs",
+    "calibrate": "fit a machine to recorded runs, or to what is measured here",
     "replay": "run a recorded workload again, without its code and data",
-    "measure": "measure this machine",
     "memory": "show whose memory it is: by scope, module, operator, line of code",
     "diff": "compare two traces or recorded runs, and check for regressions",
     "baseline": "keep runs as a baseline, and check later runs against it",
@@ -71,7 +70,6 @@ verbs:
   calibrate {VERBS["calibrate"]}
              traceloom calibrate run -o machine.toml
   replay   {VERBS["replay"]}: traceloom replay run
-  measure  {VERBS["measure"]}: traceloom measure -o machine.toml
   memory   {VERBS["memory"]}: traceloom memory run
   diff     {VERBS["diff"]}
              traceloom diff before after --fail-if 'step_time > 3%'

@@ -1,59 +1,129 @@
-"""`traceloom calibrate`: a machine from the collectives of recorded runs."""
+"""`traceloom calibrate`: a machine from the collectives of recorded runs, or from those measured here."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from traceloom.cli import options as types
 from traceloom.cli import outputs
 from traceloom.cli.progress import Progress
+from traceloom.errors import UsageError
 from traceloom.plain_text import encoded
 
+if TYPE_CHECKING:
+    from traceloom.simulate.calibrate import Calibration
+
 DESCRIPTION = (
-    "Fit latency and bandwidth of a machine's collectives to those of recorded runs, and write it for `simulate`. "
-    "Waiting for late ranks is taken out where several ranks are recorded."
+    "Fit latency and bandwidth of a machine's collectives to those of recorded runs, or with --here to those that are "
+    "measured on this machine, and write it for `simulate`. Waiting for late ranks is taken out where several ranks "
+    "are recorded."
 )
 EXAMPLES = """\
 examples:
   traceloom calibrate run                              only look
   traceloom calibrate run -o machine.toml              then: traceloom simulate run --machine machine.toml
   traceloom calibrate small/ large/ -o machine.toml    several runs on one machine: more sizes and groups
+  traceloom calibrate --here -o machine.toml           measure this machine
+  torchrun --nnodes 2 --nproc-per-node 8 ... -m traceloom calibrate --here -o machine.toml
 """
+_FOR_HERE = ("ranks", "device", "backend", "max_size", "powers", "precision")
+_FOR_RUNS = ("inputs", "ranks_per_host", "no_cache")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the verb."""
-    types.add_inputs(parser, "recorded runs, directories of traces or trace files; the files of one run together")
+    parser.add_argument(
+        "inputs", nargs="*", metavar="INPUT",
+        help="recorded runs, directories of traces or trace files; the files of one run together",
+    )  # fmt: skip
     parser.add_argument(
         "--ranks-per-host", type=types.count, metavar="N", help="where the traces name no hosts: N ranks on each"
     )
     parser.add_argument("--json", action="store_true", help="print the fits as JSON")
     outputs.add_output(parser, ".toml for `simulate --machine`, .json")
+    here = parser.add_argument_group("measuring")
+    here.add_argument("--here", action="store_true", help="measure this machine instead of reading runs; needs torch")
+    here.add_argument(
+        "--ranks", type=types.count, metavar="N",
+        help="processes (default: one for each device, two on processors; under torchrun its own)",
+    )  # fmt: skip
+    here.add_argument("--device", metavar="KIND", help="cpu, cuda or xpu (default: the one there is)")
+    here.add_argument("--backend", metavar="NAME", help="gloo, nccl ... (default: the usual one of the device)")
+    here.add_argument(
+        "--max-size", type=types.size, metavar="SIZE",
+        help="the largest message (default: 64MiB on processors, 256MiB on devices)",
+    )  # fmt: skip
+    here.add_argument("--powers", type=int, choices=(2, 4), help="from one size to the next times so many (default: 4)")
+    here.add_argument(
+        "--precision", type=types.share, metavar="PERCENT",
+        help="repeat until medians are known so well, or for some tenths of a second (default: 3%%)",
+    )  # fmt: skip
     types.add_reading(parser.add_argument_group("more"))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read, fit, show and write; returns the exit code."""
-    from traceloom.read import load
+    """Fit, show and write; returns the exit code."""
     from traceloom.report import calibration as report
-    from traceloom.simulate.calibrate import calibrate
     from traceloom.simulate.machine import machine_text
 
     def write_machine(_document: object, handle: BinaryIO) -> None:
         handle.write(encoded(machine_text(answer.machine)))
 
+    _check_options(args)
     chosen = outputs.targets(args, {".toml": write_machine, ".json": outputs.as_json})
-    files = [path for path in args.inputs if not Path(path).is_dir()]
-    runs = [[path] for path in args.inputs if path not in files] + ([files] if files else [])
-    with Progress(shown=not args.quiet) as progress:
-        progress.say("reading")
-        sessions = [load(*paths, cache=not args.no_cache) for paths in runs]
-        progress.say("fitting")
-        answer = calibrate(sessions, ranks_per_host=args.ranks_per_host)
+    is_first = not args.here or _is_first()
+    with Progress(shown=is_first and not args.quiet) as progress:
+        answer = _measure(args, progress) if args.here else _read(args, progress)
+        if not is_first:
+            return 0
         document = report.build(answer)
         written = outputs.write(args, chosen, document, progress)
     outputs.show(args, document, report.render)
     outputs.close(args, written, outputs.repeated(args, "machine.toml"))
     return 0
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """Refuse a call without runs and without `--here`, and options that do not go with the one that was given."""
+    if not args.here and not args.inputs:
+        raise UsageError(
+            "calibrate needs recorded runs, or --here", slug="wrong-usage", hint="see traceloom calibrate --help"
+        )
+    for name in _FOR_RUNS if args.here else _FOR_HERE:
+        if getattr(args, name):
+            option = "a recorded run" if name == "inputs" else "--" + name.replace("_", "-")
+            message = f"{option} does not go with --here" if args.here else f"{option} goes only with --here"
+            raise UsageError(message, slug="wrong-usage", hint="leave one of them out" if args.here else "add --here")
+
+
+def _is_first() -> bool:
+    """Whether this process writes: of those that a launcher has started only the first does."""
+    from traceloom.replay.measure.measuring import launched
+
+    process = launched()
+    return process is None or process.rank == 0
+
+
+def _measure(args: argparse.Namespace, progress: Progress) -> Calibration:
+    from traceloom.replay.measure import measure
+
+    progress.say("starting")
+    names = {"max_size": "max_bytes", "powers": "factor"}
+    options: dict[str, Any] = {
+        names.get(name, name): value for name in _FOR_HERE if (value := getattr(args, name)) is not None
+    }
+    return measure(**options, say=lambda what: progress.say(f"measuring {what}"))
+
+
+def _read(args: argparse.Namespace, progress: Progress) -> Calibration:
+    from traceloom.read import load
+    from traceloom.simulate.calibrate import calibrate
+
+    files = [path for path in args.inputs if not Path(path).is_dir()]
+    runs = [[path] for path in args.inputs if path not in files] + ([files] if files else [])
+    progress.say("reading")
+    sessions = [load(*paths, cache=not args.no_cache) for paths in runs]
+    progress.say("fitting")
+    return calibrate(sessions, ranks_per_host=args.ranks_per_host)

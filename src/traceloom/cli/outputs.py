@@ -259,7 +259,7 @@ def repeated(args: argparse.Namespace, output: str) -> str:
             continue
         for word in value if isinstance(value, list) else [value]:
             option = action.option_strings[-1:]
-            text = str(word)
+            text = f"{100 * word:g}%" if action.type is types.share else str(word)
             if isinstance(word, tuple):
                 text = f"{word[0]}..{word[1] + 1}" if action.type is types.steps else ",".join(map(str, word))
             words += option if word is True else [*option, text]

@@ -44,7 +44,7 @@ examples:
   traceloom replay run --scope forward
   traceloom replay run --record again                  and record it: traceloom diff run again
   traceloom replay run --batch 2 --dry-run             twice the data: does it fit into memory?
-  traceloom replay run --machine machine.toml          beside its simulation, see traceloom measure
+  traceloom replay run --machine machine.toml          beside its simulation on this machine
   traceloom replay run -o replay.html -o tables/       the comparison as a page, and its tables
   traceloom replay run -o replay.py                    a script that needs torch alone, to hand out
   traceloom replay run --op aten::mm --slowest 5 -o mm.py
@@ -78,7 +78,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     replaying.add_options(parser)
     parser.add_argument(
         "--machine", metavar="FILE|PRESET",
-        help="also simulate the steps on this machine, as `traceloom measure` writes it here, and print the difference",
+        help="also simulate the steps on this machine, from `traceloom calibrate --here`, and print the difference",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
     script = parser.add_argument_group("scripts (-o FILE.py)")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 FORMAT = "traceloom-calibration"
 VERSION = 1
-SPANS = {"inside": "in a host", "between": "in several"}
+_SPANS = {"inside": "in a host", "between": "in several"}
 
 
 def build(answer: Calibration) -> CalibrationDocument:
@@ -39,6 +39,8 @@ def build(answer: Calibration) -> CalibrationDocument:
 
 def sentence(answer: Calibration) -> str:
     """What was fitted, in words."""
+    if answer.samples.is_empty():
+        return "No collectives."
     classes = answer.transfers.select("collective", "span", "ranks").n_unique()
     several = f"{classes} kinds and groups" if classes > 1 else "one kind and group"
     late = (
@@ -52,18 +54,27 @@ def render(document: CalibrationDocument, width: int) -> Iterator[Text]:
     yield Text(short(document["machine"].get("name", ""), width), "bold")
     yield Text("")
     yield from paragraph(document["sentence"], width)
-    yield from transfer_lines(document["transfers"], width)
+    transfers = document["transfers"]
+    if transfers:
+        yield from _transfer_lines(transfers, width)
+    peaks = document["machine"].get("device", {}).get("peaks", {})
+    if peaks:
+        rates = [
+            f"{name} {(units.byte_rate if name == 'memory' else units.flop_rate)(peak)}" for name, peak in peaks.items()
+        ]
+        yield Text("")
+        yield from paragraph(f"The device reached {', '.join(rates)}.", width)
     for notice in document["notices"]:
         yield Text("")
         yield from paragraph(f"{harmless(notice['message'])}.", width)
 
 
-def transfer_lines(transfers: Sequence[TransferFitRow], width: int) -> Iterator[Text]:
+def _transfer_lines(transfers: Sequence[TransferFitRow], width: int) -> Iterator[Text]:
     """The fits as lines on a terminal, with a heading."""
     yield from heading("Transfers", "latency + bytes on the bus / bandwidth", width)
     cells: list[list[Cell]] = [
         [
-            f"{row['ranks']} {SPANS[row['span']]}",
+            f"{row['ranks']} {_SPANS[row['span']]}",
             " - ".join(dict.fromkeys(units.size(size) for size in (row["from_bytes"], row["to_bytes"]))),
             f"{row['count']:,}",
             units.duration(round(row["alpha_ns"])) if row["form"] != "bandwidth" else "",

@@ -32,7 +32,7 @@ _JITTER = 1.5  # of the lower quartile of its like: what takes longer has waited
 
 @dataclass(frozen=True)
 class Calibration(Result):
-    """What runs tell of their machine.
+    """What runs, or measurements on the machine itself, tell of a machine.
 
     Attributes:
         machine: With the fitted transfers; its dimensions by hosts, each with the best bandwidth that was reached.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from traceloom.analyze.peaks import Peak
 from traceloom.cli import main
 from traceloom.errors import InputError, PartialError
 from traceloom.replay.measure import measuring
@@ -25,21 +27,30 @@ def test_two_processes_measure_and_simulate_takes_the_machine(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     machine, written = tmp_path / "machine.toml", tmp_path / "measure.json"
-    options = ["--ranks", "2", "--device", "cpu", "--max", "16KiB", "--precision", "50%"]
-    assert main(["measure", *options, "-o", str(machine), "-o", str(written)]) == 0
+    options = ["--ranks", "2", "--device", "cpu", "--max-size", "16KiB", "--precision", "50%"]
+    assert main(["calibrate", "--here", *options, "-o", str(machine), "-o", str(written)]) == 0
     document = json.loads(written.read_text())
-    rows = document["collectives"]
+    rows = document["transfers"]
     assert {row["collective"] for row in rows} == set(COLLECTIVES)
-    assert {row["size_bytes"] for row in rows} == {1024, 4096, 16384}
-    assert {row["kernel"] for row in document["kernels"]} == {"launch", "copy", "triad", "matrix_product"}
-    assert document["absent"] == []
+    assert {(row["from_bytes"], row["to_bytes"]) for row in rows} == {(1024, 16384)}
+    assert {*document["machine"]["device"]["peaks"]} == {"fp32", "fp64", "bf16", "memory"}
+    assert "transfers-not-measured" not in {notice["slug"] for notice in document["notices"]}
     capsys.readouterr()
     workload = tmp_path / "workload"
     assert main(["generate", "collective", "--ranks", "2", "--size", "4096", "-o", str(workload), "-q"]) == 0
     capsys.readouterr()
     assert main(["simulate", str(workload), "--machine", str(machine), "--json"]) == 0
-    fitted = next(row["fitted_ns"] for row in rows if (row["collective"], row["size_bytes"]) == ("all_reduce", 4096))
+    fit = next(row for row in rows if row["collective"] == "all_reduce")
+    fitted = fit["alpha_ns"] + 4096 / (fit["bandwidth"] or math.inf)  # of two ranks all bytes go over the bus
     assert json.loads(capsys.readouterr().out)["after_ns"] == pytest.approx(fitted, rel=1e-3)
+
+
+def test_kernels_are_not_measured_where_the_peaks_are_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    from traceloom.replay.measure import rank
+
+    monkeypatch.setattr(rank, "find", lambda name: Peak(name, {"fp32": 1e12}, 1e11))
+    recorded = rank.measure_here(Task(1, 1, "cpu", "gloo", 1024, 4, 0.5, 1.0, "env://"), 0, lambda _: None)
+    assert (recorded.transfers, recorded.kernels) == ([], [])
 
 
 @pytest.mark.thorough
@@ -50,8 +61,8 @@ def test_hosts_of_a_launcher_are_measured_inside_and_between(tmp_path: Path) -> 
         port = free.getsockname()[1]
     environment = {**os.environ, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost",
                    "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}  # fmt: skip
-    verb = [sys.executable, "-m", "traceloom", "measure", "--device", "cpu", "--max-size", "4KiB", "--precision", "50%"]
-    verb += ["-o", str(tmp_path / "machine.toml")]
+    verb = [sys.executable, "-m", "traceloom", "calibrate", "--here", "--device", "cpu", "--max-size", "4KiB"]
+    verb += ["--precision", "50%", "-o", str(tmp_path / "machine.toml")]
     ranks = [
         subprocess.Popen(verb, env={**environment, "RANK": str(rank)}, stdout=subprocess.PIPE, encoding="utf-8")
         for rank in range(2)
@@ -77,7 +88,7 @@ def test_a_rank_that_dies_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("traceloom.replay.processes.Worker", Mortal)
     with pytest.raises(PartialError, match="rank 1 ended with SIGKILL"):
-        measuring.measure(ranks=2, device="cpu", most_bytes=1024)
+        measuring.measure(ranks=2, device="cpu", max_bytes=1024)
     assert all(process.ended() != 0 for process in started)
 
 

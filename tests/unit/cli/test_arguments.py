@@ -188,7 +188,7 @@ def test_an_option_that_is_unknown_is_refused_with_the_nearest_one(verb: str) ->
         assert "Traceback" not in said
 
 
-@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb not in ("explain", "measure", "record", "serve")])
+@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb not in ("explain", "record", "serve")])
 def test_a_verb_without_its_arguments_says_which_it_needs(verb: str) -> None:
     with captured() as (out, err):
         code = main([verb])

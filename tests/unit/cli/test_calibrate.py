@@ -9,7 +9,7 @@ import pytest
 
 from support.documents import check_document
 from support.jobs import Recipe, training_job
-from traceloom.cli import main
+from traceloom.cli import main, outputs, parser
 from traceloom.report.documents.calibration import CalibrationDocument
 from traceloom.simulate.machine import read_machine
 
@@ -49,3 +49,26 @@ def test_a_run_that_tells_nothing_is_refused(tmp_path: Path, capsys: pytest.Capt
     assert main(["calibrate", str(alone), "-o", str(tmp_path / "machine.toml")]) == 3
     assert "nothing-to-calibrate" in capsys.readouterr().err
     assert not (tmp_path / "machine.toml").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "calibrate needs recorded runs, or --here"),
+        (["run", "--ranks", "2"], "--ranks goes only with --here"),
+        (["run", "--max-size", "1MiB"], "--max-size goes only with --here"),
+        (["run", "--here"], "a recorded run does not go with --here"),
+        (["--here", "--ranks-per-host", "2"], "--ranks-per-host does not go with --here"),
+        (["--here", "--no-cache"], "--no-cache does not go with --here"),
+    ],
+)
+def test_runs_and_this_machine_have_options_of_their_own(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["calibrate", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_proposed_command_means_the_same() -> None:
+    args = parser(["calibrate"]).parse_args(["calibrate", "--here", "--precision", "5%"])
+    assert outputs.repeated(args, "machine.toml") == "traceloom calibrate --here --precision 5% -o machine.toml"

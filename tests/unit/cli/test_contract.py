@@ -246,5 +246,5 @@ def test_one_of_several_inputs_that_is_refused_ends_with_4(here: Path) -> None:
 
 
 def test_every_verb_that_reads_recordings_is_here() -> None:
-    elsewhere = {"record", "replay", "measure", "trace", "agent", "serve", "upload", "fleet", "explain", "completion"}
+    elsewhere = {"record", "replay", "trace", "agent", "serve", "upload", "fleet", "explain", "completion"}
     assert {words[0] for words, _ in ANSWERS.values()} | elsewhere | {"generate"} == set(VERBS)

@@ -1,4 +1,4 @@
-"""A few kernels: matrix products of several sizes and types, copies and triads, and the smallest launch."""
+"""A few kernels: a large copy and triad, and matrix products of several sizes and types."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ if TYPE_CHECKING:
     import torch
 
 _ROWS = {"cpu": (128, 1024)}
-_MOST_ROWS = 256, 8192
-_MOVED = {"cpu": 1 << 28}
-_MOST_MOVED = 1 << 30
-_LEAST_MOVED = 1 << 20
+_ROWS_ON_DEVICES = 256, 8192
+_MOVED = {"cpu": 1 << 28}  # bytes that no cache holds
+_MOVED_ON_DEVICES = 1 << 30
 _PRODUCTS = {"cpu": {"fp32": "float32", "fp64": "float64", "bf16": "bfloat16"}}
 _MATRIX_UNITS = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -22,10 +21,10 @@ class Kernel(NamedTuple):
     """A kernel with buffers of its own.
 
     Attributes:
-        name: `matrix_product`, `copy`, `triad` or `launch`.
+        name: `matrix_product`, `copy` or `triad`.
         element_type: As peaks name it.
         size: Rows and columns of each matrix, or bytes of each buffer.
-        amount: Operations, or bytes that it reads and writes; 0 of a launch.
+        amount: Operations, or bytes that it reads and writes.
         call: Does it.
     """
 
@@ -37,18 +36,15 @@ class Kernel(NamedTuple):
 
 
 def kernels(device: torch.device) -> Iterator[Kernel]:
-    """The kernels of a device, each kind from the smallest to the largest; buffers of one live at a time."""
+    """The kernels of a device, matrix products from the smallest to the largest; buffers of one live at a time."""
     import torch
 
-    element = torch.zeros(1, device=device)
-    yield Kernel("launch", "fp32", element.nbytes, 0, partial(element.add_, 1.0))
-    size = _LEAST_MOVED
-    while size <= _MOVED.get(device.type, _MOST_MOVED):
-        first, second, third = (torch.ones(size // element.nbytes, device=device) for _ in range(3))
-        yield Kernel("copy", "fp32", size, 2 * size, partial(third.copy_, first))
-        yield Kernel("triad", "fp32", size, 3 * size, partial(torch.add, first, second, alpha=3.0, out=third))
-        size *= 2
-    low, high = _ROWS.get(device.type, _MOST_ROWS)
+    size = _MOVED.get(device.type, _MOVED_ON_DEVICES)
+    first, second, third = (torch.ones(size // torch.float32.itemsize, device=device) for _ in range(3))
+    yield Kernel("copy", "fp32", size, 2 * size, partial(third.copy_, first))
+    yield Kernel("triad", "fp32", size, 3 * size, partial(torch.add, first, second, alpha=3.0, out=third))
+    del first, second, third
+    low, high = _ROWS.get(device.type, _ROWS_ON_DEVICES)
     before = torch.get_float32_matmul_precision()
     for name, dtype in _PRODUCTS.get(device.type, _MATRIX_UNITS).items():
         torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")

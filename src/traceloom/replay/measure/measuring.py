@@ -12,14 +12,16 @@ import msgspec
 from traceloom import workers
 from traceloom.errors import InputError, UsageError
 from traceloom.replay.communication import BACKENDS
-from traceloom.replay.measure.measurement import Measurement
+from traceloom.replay.measure.fitting import fit_machine
 from traceloom.replay.measure.rank import FAILED_HINT, measure_here
 from traceloom.replay.measure.task import SMALLEST, Recorded, Task
 from traceloom.replay.processes import Say, run_processes
+from traceloom.simulate.calibrate import Calibration
 
-_MOST_BYTES = {"cpu": 1 << 26}
-_MOST_ON_DEVICES = 1 << 28
-_MOST_OF_PROCESSORS = 2  # ranks that are started where nothing says how many
+_MAX_BYTES = {"cpu": 1 << 26}
+_MAX_BYTES_ON_DEVICES = 1 << 28
+_MAX_RANKS_ON_PROCESSORS = 2  # where nothing says how many
+_TIMEOUT_S = 60.0
 
 
 class LaunchedProcess(NamedTuple):
@@ -49,22 +51,22 @@ def measure(
     ranks: int | None = None,
     device: str | None = None,
     backend: str | None = None,
-    most_bytes: int | None = None,
+    max_bytes: int | None = None,
     factor: int = 4,
     precision: float = 0.03,
-    timeout_s: float = 60.0,
     say: Say = lambda _: None,
-) -> Measurement:
-    """Measure the collectives and kernels of this machine; under torchrun those of all hosts, with one answer on all.
+) -> Calibration:
+    """Measure the collectives and kernels of this machine, and fit a machine to them.
+
+    Under torchrun its processes measure those of all hosts together, and all have the same answer.
 
     Args:
         ranks: Processes; None: those of the launcher, else one for each device, or two on processors.
         device: `cpu`, `cuda` or `xpu`; None: the one there is.
         backend: Of torch.distributed; None: the usual one of the device.
-        most_bytes: The largest message; None: 64 MiB on processors, 256 MiB on devices.
+        max_bytes: The largest message; None: 64 MiB on processors, 256 MiB on devices.
         factor: From one size to the next.
         precision: Each is repeated until its median is known to this part of it, or for some tenths of a second.
-        timeout_s: How long a rank waits for the others.
         say: Is told what is being done.
 
     Raises:
@@ -78,13 +80,15 @@ def measure(
     if process and ranks not in (None, process.ranks):
         message = f"{ranks} ranks are asked for, the launcher has started {process.ranks}"
         raise UsageError(message, slug="wrong-usage", hint="leave --ranks out")
-    if most_bytes is not None and most_bytes < SMALLEST:
-        raise UsageError(f"the largest message is below {SMALLEST:,} bytes", slug="wrong-usage", hint="as --max 64MiB")
+    if max_bytes is not None and max_bytes < SMALLEST:
+        raise UsageError(
+            f"the largest message is below {SMALLEST:,} bytes", slug="wrong-usage", hint="as --max-size 64MiB"
+        )
     device, usable = _device(device)
     if process:
         count, per_host = process.ranks, process.per_host
     else:
-        count = per_host = ranks or (usable if device != "cpu" else min(_MOST_OF_PROCESSORS, workers.cores()))
+        count = per_host = ranks or (usable if device != "cpu" else min(_MAX_RANKS_ON_PROCESSORS, workers.cores()))
     if device != "cpu" and per_host > usable:
         message = f"{per_host} ranks need as many devices, there are {usable}"
         raise UsageError(message, slug="too-few-devices", hint=f"--ranks {usable}, or --device cpu")
@@ -93,20 +97,20 @@ def measure(
         per_host,
         device,
         _backend(backend or BACKENDS.get(device, "gloo")),
-        most_bytes or _MOST_BYTES.get(device, _MOST_ON_DEVICES),
+        max_bytes or _MAX_BYTES.get(device, _MAX_BYTES_ON_DEVICES),
         factor,
         precision,
-        timeout_s,
+        _TIMEOUT_S,
         "env://",
         None if process or device != "cpu" else max(workers.cores() // count, 1),
     )
     if process:
-        return Measurement.of(task, measure_here(task, process.rank, say))
+        return fit_machine(task, measure_here(task, process.rank, say))
     with workers.shared_folder() as folder:
         job = {"task": msgspec.to_builtins(replace(task, meeting=f"file://{folder}/meeting"))}
         main = "traceloom.replay.measure.rank"
         answers = run_processes(main, job, range(count), folder, say, hint=FAILED_HINT)
-    return Measurement.of(task, msgspec.convert(answers[0]["recorded"], Recorded))
+    return fit_machine(task, msgspec.convert(answers[0]["recorded"], Recorded))
 
 
 def _device(name: str | None) -> tuple[str, int]:

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from traceloom.analyze.collective.bandwidth import bus_factor
+from traceloom.analyze.peaks import Peak, find
 from traceloom.array_types import Array, Floats, Ints
 from traceloom.errors import InputError, PartialError
 from traceloom.replay.measure.collectives import collective
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 _BURST_NS = 2e5  # of kernels between two readings of a clock
 _MOST_CALLS = 1000
 _SLOW_NS = 1e8  # a kernel that takes longer is the last of its kind
-FAILED_HINT = "another --backend, a smaller --max or a longer --timeout may do"
+FAILED_HINT = "another --backend or a smaller --max-size may do"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -65,19 +66,20 @@ def measure_here(task: Task, rank: int, say: Say) -> Recorded:
         module = getattr(torch, task.device)
         module.set_device(rank % task.per_host)
         device = torch.device(task.device, rank % task.per_host)
+    name = _name(device)
     with warnings.catch_warnings(), _met(task, rank) as control:
         warnings.simplefilter("ignore")
         try:
             process = _Process(task, rank, device, control)
             left_out: dict[str, str] = {}
-            of_kernels = list(process.kernels(say))
+            known = process.gathered(np.array([isinstance(find(name), Peak)])).all()
+            of_kernels = [] if known else list(process.kernels(say))
             transfers = [series for group in task.groups() for series in process.transfers(group, left_out, say)]
             one_clock = process.one_clock
         except RuntimeError as error:  # as torch says whatever fails
             message = f"rank {rank} failed: {first_line(error)}"
             raise PartialError(message, slug="rank-failed", hint=FAILED_HINT) from error
-    software = {"torch": str(torch.__version__), "system": platform.platform()}
-    return Recorded(transfers, of_kernels, left_out, _name(device), one_clock, software)
+    return Recorded(transfers, of_kernels, left_out, name, one_clock)
 
 
 def first_line(error: Exception) -> str:
@@ -151,11 +153,11 @@ class _Process:
         joined = dist.new_group(list(group.ranks), backend=self.task.backend)
         for kind in group.kinds:
             say(f"{kind} of {count} ranks")
-            for asked in self.task.sizes:
+            for nominal in self.task.sizes:
                 call, size, reason = None, 0, ""
                 if self.rank in group.ranks:
                     try:
-                        call, size = collective(kind, asked, group.ranks, joined, self.device)
+                        call, size = collective(kind, nominal, group.ranks, joined, self.device)
                         call()
                     except (RuntimeError, ValueError) as error:
                         reason = first_line(error)

@@ -22,7 +22,7 @@ class Task:
         per_host: Of them on each host, which are numbered host by host.
         device: What they compute with: `cpu`, `cuda`, `xpu`.
         backend: What they communicate with: `gloo`, `nccl` ...
-        most_bytes: The largest message.
+        max_bytes: The largest message.
         factor: From one size to the next.
         precision: A median is known well enough when half the width of its interval is no larger part of it.
         timeout_s: How long a rank waits for the others.
@@ -34,7 +34,7 @@ class Task:
     per_host: int
     device: str
     backend: str
-    most_bytes: int
+    max_bytes: int
     factor: int
     precision: float
     timeout_s: float
@@ -45,7 +45,7 @@ class Task:
     def sizes(self) -> list[int]:
         """Bytes of the messages."""
         sizes = [SMALLEST]
-        while sizes[-1] * self.factor <= self.most_bytes:
+        while sizes[-1] * self.factor <= self.max_bytes:
             sizes.append(sizes[-1] * self.factor)
         return sizes
 
@@ -106,11 +106,10 @@ class Recorded(NamedTuple):
 
     Attributes:
         transfers: Of collectives.
-        kernels: Of kernels.
+        kernels: Of kernels; none where the peaks of the device are published.
         left_out: What could not be measured -> why.
         device: The name of the device.
         one_clock: Whether all ranks read the same clock.
-        software: Versions.
     """
 
     transfers: list[Series]
@@ -118,4 +117,3 @@ class Recorded(NamedTuple):
     left_out: dict[str, str]
     device: str
     one_clock: bool
-    software: dict[str, str]

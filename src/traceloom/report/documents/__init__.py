@@ -9,7 +9,6 @@ checked, or to decode a file into checked values (`msgspec.json.decode(text, typ
 from traceloom.report.documents.calibration import CalibrationDocument
 from traceloom.report.documents.comparison import ComparisonDocument
 from traceloom.report.documents.graph import GraphDocument
-from traceloom.report.documents.measurement import MeasurementDocument
 from traceloom.report.documents.memory import MemoryDocument
 from traceloom.report.documents.replay import ReplayDocument
 from traceloom.report.documents.report import ReportDocument
@@ -25,7 +24,6 @@ __all__ = [
     "CalibrationDocument",
     "ComparisonDocument",
     "GraphDocument",
-    "MeasurementDocument",
     "MemoryDocument",
     "NodeDocument",
     "ReplayDocument",

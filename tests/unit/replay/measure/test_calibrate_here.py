@@ -1,4 +1,4 @@
-"""`traceloom measure`: what it refuses before anything is measured."""
+"""`traceloom calibrate --here`: what it refuses before anything is measured."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ pytest.importorskip("torch")
 
 
 def refused(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str]:
-    code = main(["measure", "--device", "cpu", *options])
+    code = main(["calibrate", "--here", "--device", "cpu", *options])
     return code, capsys.readouterr().err
 
 
 def test_what_cannot_be_measured_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, said = refused(capsys, "--backend", "telepathy")
     assert (code, "no-backend" in said, "it has gloo" in said) == (3, True, True)
-    code, said = refused(capsys, "--max", "1B")
+    code, said = refused(capsys, "--max-size", "1B")
     assert (code, "below 1,024 bytes" in said) == (2, True)
     code, said = refused(capsys, "--device", "abacus")
     assert (code, "no-device" in said, "cpu" in said) == (3, True, True)
