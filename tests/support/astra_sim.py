@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from traceloom.chakra.generate import CollectiveOptions, collectives, write_generated
+from traceloom.chakra.generate import CollectiveOptions, Generated, RankProgram, collectives, write_generated
 from traceloom.chakra.workload import Workload, places, read_workload
 from traceloom.simulate.astra_sim import AstraSimNetwork, AstraSimSystem
 from traceloom.simulate.astra_sim.collectives import Dimensions
@@ -44,9 +44,18 @@ def workload(directory: Path) -> Workload:
     return read_workload(place)
 
 
-def one_collective(directory: Path, kind: str, ranks: int, size: int, count: int = 1) -> Workload:
-    """Collectives and nothing else."""
-    write_generated(collectives(CollectiveOptions(kind, ranks=ranks, size=size, count=count)), directory)
+def one_collective(directory: Path, kind: str, ranks: int, size: int) -> Workload:
+    """A collective and nothing else."""
+    write_generated(collectives(CollectiveOptions(kind, ranks=ranks, size=size)), directory)
+    return workload(directory)
+
+
+def two_collectives(directory: Path, kind: str, ranks: int, size: int) -> Workload:
+    """A collective, and the same again once it is over."""
+    programs = [RankProgram(rank) for rank in range(ranks)]
+    for program in programs:
+        program.collective(kind.upper(), size, [program.collective(kind.upper(), size)])
+    write_generated(Generated("collective", {}, programs), directory)
     return workload(directory)
 
 

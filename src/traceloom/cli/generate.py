@@ -46,14 +46,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="one-node, or the messages of ring, direct, halving-doubling, tree, double-tree, two-level (one-node)",
     )
-    collective.add_argument("--host-ranks", type=number, metavar="N", help="ranks of a host, of two-level (8)")
-    collective.add_argument("--count", type=number, metavar="N", help="how many, one after the other (1)")
     collective.add_argument(
-        "--compute-us", type=types.whole, metavar="US", help="computation before each, and per reduction (0)"
+        "--compute-us", type=types.whole, metavar="US", help="computation before it, and per reduction (0)"
     )
-    pipe = parser.add_argument_group("pipeline")
-    pipe.add_argument("--forward-us", type=number, metavar="US", help="forward of a micro-batch on a stage (100)")
-    pipe.add_argument("--backward-us", type=number, metavar="US", help="backward of a micro-batch on a stage (200)")
     both = parser.add_argument_group("pipeline and transformer")
     both.add_argument("--micro-batches", type=number, metavar="N", help="micro-batches of a step (8; transformer: 4)")
     both.add_argument("--schedule", metavar="NAME", help="1f1b or gpipe (1f1b)")
@@ -64,9 +59,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ("pipeline-parallel", "stages (2)"),
         ("layers", "layers (4)"),
         ("hidden", "width (1024)"),
-        ("sequence", "tokens of a sample (1024)"),
-        ("batch", "samples of a micro-batch (1)"),
-        ("element-bytes", "bytes of an activation or weight (2)"),
     ):
         model.add_argument(f"--{name}", type=number, metavar="N", help=meaning)
     model.add_argument("--tflops", type=real, metavar="X", help="operations per second of a rank, in 10^12 (300)")

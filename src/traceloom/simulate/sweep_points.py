@@ -211,10 +211,7 @@ class PointEvaluator:
         row: SweepRow = {"ranks": ranks}
         if kind == "transformer":
             memory = generate.memory_bytes(options(**chosen))
-            row |= {
-                "memory_bytes": memory,
-                "samples": float(chosen["data_parallel"] * chosen["micro_batches"] * chosen["batch"]),
-            }
+            row |= {"memory_bytes": memory, "samples": float(chosen["data_parallel"] * chosen["micro_batches"])}
             limit = self.question.memory_limit
             if limit is not None and memory > limit:
                 words = f"a rank would need {units.size(memory)} of memory, and has {units.size(limit)}"
@@ -243,11 +240,10 @@ class PointEvaluator:
         if ranks is not None and chosen["data_parallel"] * of_copy != ranks:
             raise UsageError(f"{chosen['data_parallel'] * of_copy} ranks, not {ranks}", slug="cannot-generate")
         if "global_batch" in point:
-            of_step = chosen["data_parallel"] * chosen["batch"]
             whole = int(_understood("global_batch", point["global_batch"], 1))
-            chosen["micro_batches"], rest = divmod(whole, of_step)
+            chosen["micro_batches"], rest = divmod(whole, chosen["data_parallel"])
             if rest or not chosen["micro_batches"]:
-                text = f"a batch of {point['global_batch']} is no multiple of {of_step} samples that go at once"
+                text = f"a batch of {whole} is no multiple of {chosen['data_parallel']} samples that go at once"
                 raise UsageError(text, slug="cannot-generate")
         return chosen
 

@@ -385,7 +385,7 @@ class TestCommunication:
         from traceloom.chakra.generate import TransformerOptions, transformer, write_generated
         from traceloom.chakra.graph import read_graph
 
-        files = write_generated(transformer(TransformerOptions(hidden=64, sequence=32)), tmp_path / "made")
+        files = write_generated(transformer(TransformerOptions(hidden=64)), tmp_path / "made")
         converted = to_astra_sim(read_graph([path for path in files if path.suffix == ".et"]))
         before, after = (
             pl.concat([read_table(path).nodes for path in files if path.suffix == ".et"]).filter(pl.col("type") == 7)

@@ -94,21 +94,19 @@ def last_end(files: list[NodeTable]) -> int:
 class TestCollectives:
     @pytest.mark.parametrize("kind", KINDS)
     def test_every_kind_as_one_node(self, tmp_path: Path, kind: str) -> None:
-        generated = collectives(CollectiveOptions(kind, ranks=4, size=4096, count=3, compute_us=5))
+        generated = collectives(CollectiveOptions(kind, ranks=4, size=4096, compute_us=5))
         files = written(generated, tmp_path)
-        assert [len(f) for f in files] == [6] * 4
-        assert generated.totals["comm_bytes"] == [0 if kind == "barrier" else 3 * 4096] * 4
+        assert [len(f) for f in files] == [2] * 4
+        assert generated.totals["comm_bytes"] == [0 if kind == "barrier" else 4096] * 4
 
     @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8, 13])
     @pytest.mark.parametrize(("algorithm", "kind"), MESSAGES)
     def test_algorithms_send_what_they_must(self, tmp_path: Path, algorithm: str, kind: str, ranks: int) -> None:
         size = 1001
-        generated = collectives(
-            CollectiveOptions(kind, ranks=ranks, size=size, count=2, algorithm=algorithm, compute_us=1)
-        )
+        generated = collectives(CollectiveOptions(kind, ranks=ranks, size=size, algorithm=algorithm, compute_us=1))
         written(generated, tmp_path)
-        assert generated.totals["messages"] == 2 * MESSAGES[algorithm, kind](ranks)
-        assert sum(generated.totals["sent_bytes"]) == 2 * bytes_sent(algorithm, kind, ranks, size)
+        assert generated.totals["messages"] == MESSAGES[algorithm, kind](ranks)
+        assert sum(generated.totals["sent_bytes"]) == bytes_sent(algorithm, kind, ranks, size)
 
     def test_a_ring_sends_evenly(self) -> None:
         sent = collectives(CollectiveOptions(ranks=8, size=1 << 20, algorithm="ring")).totals["sent_bytes"]
@@ -140,7 +138,7 @@ class TestPipeline:
     @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
     @pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 1), (2, 4), (4, 8), (5, 3)])
     def test_the_step_takes_what_is_known(self, tmp_path: Path, schedule: str, ranks: int, micro_batches: int) -> None:
-        generated = pipeline(PipelineOptions(ranks, micro_batches, schedule, forward_us=100, backward_us=200))
+        generated = pipeline(PipelineOptions(ranks, micro_batches, schedule))
         files = written(generated, tmp_path)
         assert last_end(files) == generated.totals["step_us"] == (micro_batches + ranks - 1) * 300
         assert generated.totals["compute_us"] == [micro_batches * 300] * ranks
@@ -156,7 +154,7 @@ class TestTransformer:
         ("data", "tensor", "stages"), [(1, 1, 2), (2, 1, 1), (1, 2, 1), (2, 2, 2), (1, 4, 2), (3, 1, 2), (1, 1, 1)]
     )
     def test_it_is_right_however_it_is_shared(self, tmp_path: Path, data: int, tensor: int, stages: int) -> None:
-        generated = transformer(TransformerOptions(data, tensor, stages, layers=4, hidden=64, sequence=32))
+        generated = transformer(TransformerOptions(data, tensor, stages, layers=4, hidden=64))
         files = written(generated, tmp_path)
         assert len(files) == data * tensor * stages
         alone = ["one-rank"] if len(files) == 1 else []
@@ -165,17 +163,17 @@ class TestTransformer:
     def test_operations_do_not_depend_on_how_it_is_shared(self) -> None:
         def model(data: int, tensor: int, stages: int, micro_batches: int) -> int:
             made = transformer(
-                TransformerOptions(data, tensor, stages, layers=4, hidden=64, sequence=32, micro_batches=micro_batches)
+                TransformerOptions(data, tensor, stages, layers=4, hidden=64, micro_batches=micro_batches)
             )
             weights = 12 * 64**2 * 4
             return sum(made.totals["operations"]) - data * 12 * weights  # without the optimizers
 
-        tokens, width = 32 * 8, 64
-        expected = 3 * 4 * (24 * width**2 + 4 * width * 32) * tokens
+        tokens, width = 1024 * 8, 64
+        expected = 3 * 4 * (24 * width**2 + 4 * width * 1024) * tokens
         assert {model(1, 1, 1, 8), model(2, 1, 1, 4), model(1, 2, 2, 8), model(2, 2, 2, 4)} == {expected}
 
     def test_gradients_of_all_weights_are_reduced_once(self) -> None:
-        made = transformer(TransformerOptions(2, 1, 2, layers=4, hidden=64, sequence=32))
+        made = transformer(TransformerOptions(2, 1, 2, layers=4, hidden=64))
         assert made.totals["collective_bytes"] == [{"all_reduce": 2 * 12 * 64**2 * 2}] * 4
 
     def test_what_cannot_be_shared_is_refused(self) -> None:

@@ -61,7 +61,7 @@ def trace(rank: int = 0, name: str = "", world_size: int = 2) -> TraceBuilder:
 # -- generate -----------------------------------------------------------------------------------------------------
 
 KINDS = {
-    "collective": ["--ranks", "3", "--count", "2", "--size", "64kB"],
+    "collective": ["--ranks", "3", "--size", "64kB"],
     "pipeline": ["--ranks", "3", "--micro-batches", "4"],
     "transformer": ["--layers", "2", "--micro-batches", "2"],
 }
@@ -82,24 +82,11 @@ def test_a_made_workload_is_fit_and_is_what_was_said_of_it(kind: str) -> None:
     assert "for astra-sim: nothing is wrong" in ran("validate", "made", "--target", "astra-sim")[0]
 
 
-def test_the_collectives_that_were_asked_for_are_made_on_every_rank() -> None:
-    ran(
-        "generate",
-        "collective",
-        "--ranks",
-        4,
-        "--count",
-        3,
-        "--size",
-        "1MiB",
-        "--collective",
-        "all_gather",
-        "-o",
-        "made",
-    )
+def test_the_collective_is_made_on_every_rank() -> None:
+    ran("generate", "collective", "--ranks", 4, "--size", "1MiB", "--collective", "all_gather", "-o", "made")
     (row,) = answered("show", "made")["communication"]
-    assert (row["what"], row["count"], row["ranks"]) == ("all_gather", 12, 4)
-    assert row["bytes"] == 12 * 1_048_576
+    assert (row["what"], row["count"], row["ranks"]) == ("all_gather", 4, 4)
+    assert row["bytes"] == 4 * 1_048_576
 
 
 def test_two_makings_are_equal_bytes() -> None:

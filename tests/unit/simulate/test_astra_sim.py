@@ -57,7 +57,7 @@ def test_one_rank_stands_for_all_where_all_begin_at_once(
 ) -> None:
     monkeypatch.setattr("traceloom.simulate.astra_sim.engine._MANY", 0)
     network = astra_sim.network(topology, str(ranks), "30", "200")
-    read = astra_sim.one_collective(tmp_path / "set", kind, ranks, 120_000, count=2)
+    read = astra_sim.two_collectives(tmp_path / "set", kind, ranks, 120_000)
     system = astra_sim.system("direct", splits=2)
     whole, parts = (
         astra_sim.ends(astra_sim.nodes_of(read), None, network, system, aware=True, whole=whole)

@@ -112,12 +112,12 @@ def test_a_pipeline_waits_for_its_messages(
     schedule: str, stages: int, count: int, size: int, latency: int, tmp_path: Path
 ) -> None:
     """Stage by stage and message by message: a receive waits for the one before it in its direction."""
-    options = PipelineOptions(stages, count, schedule, forward_us=70, backward_us=150, size=size)
+    options = PipelineOptions(stages, count, schedule, size)
     made = pipeline(options)
     write_generated(made, tmp_path / "set")
     machine = Machine((Dimension("fully-connected", stages, 8.0, float(latency)),))
     answer = run(tmp_path / "set", machine)
-    took = {"forward": 70_000, "backward": 150_000}
+    took = {"forward": 100_000, "backward": 200_000}
     orders = [order_of(schedule, stage, stages, count) for stage in range(stages)]
     ends: dict[tuple[str, int, int], int] = {}  # direction, stage, micro-batch
     arrived: dict[tuple[str, int], int] = {}  # the last message of a direction at a stage
@@ -138,6 +138,6 @@ def test_a_pipeline_waits_for_its_messages(
                 free[stage] = ends[direction, stage, number] = begin + took[direction]
                 turn[stage] += 1
     assert answer.after_ns == max(ends.values())
-    assert answer.ranks["compute_ns"].to_list() == [count * 220_000] * stages
+    assert answer.ranks["compute_ns"].to_list() == [count * 300_000] * stages
     if not latency and not size:
-        assert answer.after_ns == (count + stages - 1) * 220_000 == 1000 * made.totals["step_us"]
+        assert answer.after_ns == (count + stages - 1) * 300_000 == 1000 * made.totals["step_us"]

@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sweep")
     parallel_job(ParallelRecipe(data=2, tensor=2, steps=3, layers=1)).run().write(folder / "run")
     (folder / "machine.toml").write_text(MACHINE)
-    write_generated(transformer(TransformerOptions(layers=4, hidden=256, sequence=128)), folder / "plan")
+    write_generated(transformer(TransformerOptions(layers=4, hidden=256)), folder / "plan")
     return folder
 
 
@@ -162,19 +162,19 @@ def test_more_ranks_are_drawn(folder: Path) -> None:
 
 def test_a_plan_keeps_its_ranks_and_its_batch(folder: Path) -> None:
     machine = str(folder / "machine.toml")
-    question = SweepQuestion((str(folder / "plan"),), machine=machine, ranks=8, memory_limit=9_000_000)
+    question = SweepQuestion((str(folder / "plan"),), machine=machine, ranks=8, memory_limit=30_000_000)
     axes = [parse_axis("tensor_parallel=1,2,3"), parse_axis("pipeline_parallel=1,4"), parse_axis("global_batch=16")]
     points = dict(enumerate(points_of(axes)))
     answers = dict(evaluate_points(question, points, processes=1))
     reasons = {tuple(points[number].values())[:2]: row["reason"] for number, row in answers.items()}
-    # 4 layers of 12 x 256^2 weights, 16 bytes each, and of 17 x 128 x 256 x 2 bytes of one micro-batch on its way
-    assert reasons[1, 1] == "a rank would need 54.8 MB of memory, and has 9.00 MB"
+    # 4 layers of 12 x 256^2 weights, 16 bytes each, and of 17 x 1024 x 256 x 2 bytes of one micro-batch on its way
+    assert reasons[1, 1] == "a rank would need 86.0 MB of memory, and has 30.0 MB"
     assert "multiple of the 3" in str(reasons[3, 1])
     assert reasons[2, 4] is None
     done = next(row for number, row in answers.items() if tuple(points[number].values())[:2] == (2, 4))
     assert (done["ranks"], done["samples"]) == (8, 16)
     # one layer on two ranks, 4 micro-batches on their way
-    assert done["memory_bytes"] == 12 * 256**2 // 2 * 16 + 4 * 17 * 128 * 256 * 2 // 2
+    assert done["memory_bytes"] == 12 * 256**2 // 2 * 16 + 4 * 17 * 1024 * 256 * 2 // 2
 
 
 def test_memory_grows_with_what_is_on_its_way() -> None:

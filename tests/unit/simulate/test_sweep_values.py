@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("values")
     write_generated(collectives(CollectiveOptions("all_reduce", ranks=4, size=1 << 20)), home / "collective")
     write_generated(pipeline(PipelineOptions(2, 2)), home / "pipeline")
-    write_generated(transformer(TransformerOptions(layers=2, hidden=64, sequence=32)), home / "transformer")
+    write_generated(transformer(TransformerOptions(layers=2, hidden=64)), home / "transformer")
     parallel_job(ParallelRecipe(data=2, steps=2, layers=1)).run().write(home / "run")
     rules = (AlgorithmRule("all_reduce", "ring"),)
     machine = Machine((Dimension("switch", 4, 10.0, 100.0),), algorithms=rules)
@@ -54,7 +54,7 @@ def evaluator(folder: Path, name: str) -> PointEvaluator:
         ("collective", {"algorithm": 3}, "`3` is no algorithm"),
         ("collective", {"collective": "dance"}, "`dance` is no collective"),
         ("pipeline", {"schedule": "gpip"}, "`gpip` is no schedule"),
-        ("pipeline", {"forward_us": float("inf")}, "`forward_us` is a whole number above 0, not inf"),
+        ("pipeline", {"size": float("inf")}, "`size` is a whole number of at least 0, not inf"),
         ("transformer", {"tflops": "fast"}, "`tflops` is a number above 0, not fast"),
         ("transformer", {"tflops": 0}, "`tflops` is a number above 0, not 0"),
         ("transformer", {"pipeline_parallel": 0}, "`pipeline_parallel` is a whole number above 0, not 0"),
@@ -118,6 +118,6 @@ def test_options_that_files_make_up_are_refused_by_name(folder: Path, tmp_path: 
         stream.write(tmp_path / "workload.0.et", metadata, [node(1)], force=True)
         machine = str(folder / "machine.toml")
         asked = PointEvaluator(SweepQuestion((str(tmp_path),), machine=machine))
-        assert asked({"forward_us": 10})["reason"] == reason
+        assert asked({"size": 10})["reason"] == reason
         with pytest.raises(UsageError, match="nothing that can be swept"):
-            asked.check(["forward_ms"])
+            asked.check(["sizes"])

@@ -1,4 +1,4 @@
-"""Collectives, as one node per rank, or as the messages of an algorithm."""
+"""A collective, as one node per rank, or as the messages of an algorithm."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from traceloom.schedules import Schedule
 
 KINDS = tuple(sorted(name.lower() for name in CollectiveCommType.keys()))  # noqa: SIM118  (it is no dict)
 ALGORITHMS = ("one-node", *schedules.ALGORITHMS)
+_HOST_RANKS = 8  # of two-level
 
 
 @dataclass(frozen=True)
@@ -24,25 +25,21 @@ class CollectiveOptions:
         collective: One of `KINDS`.
         ranks: How many ranks take part, >= 2.
         size: Bytes, with the meaning of comm_size: of all_gather one rank's part, else the full buffer of a rank.
-        count: How many collectives, one after the other.
-        algorithm: One node per rank and collective, or sends and receives.
-        compute_us: Computation before each collective, and for each reduction of an algorithm; 0 for none.
-        host_ranks: Ranks of a host, of two-level.
+        algorithm: One node per rank, or sends and receives; hosts of two-level have 8 ranks.
+        compute_us: Computation before the collective, and for each reduction of an algorithm; 0 for none.
     """
 
     collective: str = "all_reduce"
     ranks: int = 8
     size: int = 1 << 20
-    count: int = 1
     algorithm: str = "one-node"
     compute_us: int = 0
-    host_ranks: int = 8
 
 
 def collectives(options: CollectiveOptions) -> Generated:
-    """Collectives one after the other.
+    """One collective.
 
-    Known: of algorithms `sent_bytes` per rank and `messages` of all ranks; else `comm_bytes` per rank, the sum of
+    Known: of algorithms `sent_bytes` per rank and `messages` of all ranks; else `comm_bytes` per rank, its
     comm_size.
 
     Raises:
@@ -67,29 +64,23 @@ def collectives(options: CollectiveOptions) -> Generated:
     size = 0 if options.collective == "barrier" else options.size
     made = None
     if not one_node:
-        made = schedules.schedule(
-            options.collective, options.algorithm, options.ranks, options.size, local=options.host_ranks
-        )
-    for number in range(options.count):
-        for program in programs:
-            before = [len(program)] if len(program) else []
-            if options.compute_us:
-                before = [program.compute(f"compute {number}", before, us=options.compute_us)]
-            if made is None:
-                program.collective(options.collective.upper(), size, before)
-        if made is not None:
-            _write(programs, made, options, number)
+        made = schedules.schedule(options.collective, options.algorithm, options.ranks, options.size, local=_HOST_RANKS)
+    for program in programs:
+        before = [program.compute("compute", us=options.compute_us)] if options.compute_us else []
+        if made is None:
+            program.collective(options.collective.upper(), size, before)
     totals: dict[str, object]
     if made is None:
-        totals = {"comm_bytes": [size * options.count] * options.ranks, "collectives": options.count}
+        totals = {"comm_bytes": [size] * options.ranks}
     else:
+        _write(programs, made, options)
         sent = [program.sent() for program in programs]
         totals = {"sent_bytes": [sent_size for _, sent_size in sent], "messages": sum(count for count, _ in sent)}
     return Generated("collective", asdict(options), programs, {}, totals)
 
 
-def _write(programs: Sequence[RankProgram], made: Schedule, options: CollectiveOptions, number: int) -> None:
-    """One collective as the messages of a schedule; it begins after each rank's last node, and ends in one node.
+def _write(programs: Sequence[RankProgram], made: Schedule, options: CollectiveOptions) -> None:
+    """The messages of a schedule; they begin after each rank's computation, and end in one node.
 
     A message waits for what holds the newest data of its sender, and for the sender's message before it, so that they
     go in their order; messages of one round do not wait for each other.
@@ -97,8 +88,7 @@ def _write(programs: Sequence[RankProgram], made: Schedule, options: CollectiveO
     newest = [[len(program)] if len(program) else [] for program in programs]
     before = [list(nodes) for nodes in newest]  # what the next send waits for, too
     unawaited: list[list[int]] = [[] for _ in programs]  # sends for which nothing waits yet
-    for step, part in enumerate(made.rounds):
-        tag = number * len(made.rounds) + step  # of its own
+    for tag, part in enumerate(made.rounds):
         messages = list(zip(*(c.tolist() for c in (part.source, part.target, part.bytes, part.reduced)), strict=True))
         sent: dict[int, list[int]] = defaultdict(list)
         taken: dict[int, list[int]] = defaultdict(list)
@@ -118,4 +108,4 @@ def _write(programs: Sequence[RankProgram], made: Schedule, options: CollectiveO
                 us = options.compute_us * reductions[rank]
                 newest[rank] = [programs[rank].compute("reduce", nodes, us=us)]
     for program, last, nodes in zip(programs, newest, unawaited, strict=True):
-        program.compute(f"end of {options.collective} {number}", [*last, *nodes], us=0)
+        program.compute(f"end of {options.collective}", [*last, *nodes], us=0)

@@ -10,6 +10,7 @@ from traceloom.chakra.generate.program import Generated, RankProgram
 
 Step = tuple[Literal["forward", "backward"], int]
 SCHEDULES = ("1f1b", "gpipe")
+_FORWARD_US, _BACKWARD_US = 100, 200  # of a micro-batch on a stage
 
 
 @dataclass(frozen=True)
@@ -20,16 +21,12 @@ class PipelineOptions:
         ranks: Stages, one per rank, >= 2.
         micro_batches: How many go through.
         schedule: `1f1b` (one forward, one backward) or `gpipe` (all forward, then all backward).
-        forward_us: Forward of one micro-batch on one stage.
-        backward_us: Backward of one micro-batch on one stage.
         size: Bytes of the activations between stages, and of their gradients.
     """
 
     ranks: int = 4
     micro_batches: int = 8
     schedule: str = "1f1b"
-    forward_us: int = 100
-    backward_us: int = 200
     size: int = 1 << 20
 
 
@@ -46,7 +43,7 @@ def schedule_of(schedule: str, stage: int, stages: int, micro_batches: int) -> I
 
 
 def pipeline(options: PipelineOptions) -> Generated:
-    """A training step of a pipeline.
+    """A training step of a pipeline; of a micro-batch a stage takes 100 µs forward and 200 µs backward.
 
     Known, for messages that take no time: `step_us` = (micro-batches + stages - 1) x (forward + backward), of which
     (stages - 1) x (forward + backward) are bubble on every stage; and `activations`, the micro-batches that a stage
@@ -62,7 +59,7 @@ def pipeline(options: PipelineOptions) -> Generated:
         for direction, number in schedule_of(options.schedule, program.rank, options.ranks, options.micro_batches):
             forward = direction == "forward"
             source, to = (previous, following) if forward else (following, previous)
-            us = options.forward_us if forward else options.backward_us
+            us = _FORWARD_US if forward else _BACKWARD_US
             tag = 2 * number + (not forward)
             after = list(last)
             if 0 <= source < options.ranks:
@@ -74,7 +71,7 @@ def pipeline(options: PipelineOptions) -> Generated:
             held += 1 if forward else -1
             most = max(most, held)
         activations.append(most)
-    both = options.forward_us + options.backward_us
+    both = _FORWARD_US + _BACKWARD_US
     totals = {
         "step_us": (options.micro_batches + options.ranks - 1) * both,
         "bubble_us": (options.ranks - 1) * both,

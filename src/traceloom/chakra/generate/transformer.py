@@ -15,6 +15,8 @@ from traceloom.errors import UsageError
 
 _ADAM_OPERATIONS, _ADAM_BYTES = 12, 24  # per parameter: moments and update; read and written in 4 bytes each
 _ACTIVATIONS, _OPTIMIZER_BYTES = 17, 12
+_TOKENS = 1024  # of a micro-batch, which is one sample
+_ELEMENT_BYTES = 2  # of an activation, weight or gradient
 _WEIGHTS = {"attention": 4, "mlp": 8}  # x hidden^2
 
 
@@ -28,11 +30,8 @@ class TransformerOptions:
         pipeline_parallel: Stages; divides the layers.
         layers: Layers of the model.
         hidden: Width of the model; the MLP is four times as wide.
-        sequence: Tokens of a sample.
-        batch: Samples of a micro-batch.
-        micro_batches: Micro-batches of a step, per copy of the model.
+        micro_batches: Micro-batches of a step, per copy of the model: samples of 1024 tokens.
         schedule: `1f1b` or `gpipe`.
-        element_bytes: Bytes of an activation, weight or gradient.
         tflops: Operations per second that a rank reaches, in 10^12.
         memory_gbps: Bytes per second of its memory, in 10^9.
     """
@@ -42,11 +41,8 @@ class TransformerOptions:
     pipeline_parallel: int = 2
     layers: int = 4
     hidden: int = 1024
-    sequence: int = 1024
-    batch: int = 1
     micro_batches: int = 4
     schedule: str = "1f1b"
-    element_bytes: int = 2
     tflops: float = 300.0
     memory_gbps: float = 2000.0
 
@@ -119,12 +115,11 @@ def memory_bytes(options: TransformerOptions) -> int:
     """
     layers = options.layers // options.pipeline_parallel
     weights = sum(_WEIGHTS.values()) * options.hidden**2 * layers // options.tensor_parallel
-    tokens = options.batch * options.sequence
-    of_layer = _ACTIVATIONS * tokens * options.hidden * options.element_bytes // options.tensor_parallel
+    of_layer = _ACTIVATIONS * _TOKENS * options.hidden * _ELEMENT_BYTES // options.tensor_parallel
     ahead = options.micro_batches
     if options.schedule == "1f1b":
         ahead = min(options.pipeline_parallel, ahead)
-    return weights * (2 * options.element_bytes + _OPTIMIZER_BYTES) + ahead * layers * of_layer
+    return weights * (2 * _ELEMENT_BYTES + _OPTIMIZER_BYTES) + ahead * layers * of_layer
 
 
 class _RankProgram:
@@ -141,8 +136,7 @@ class _RankProgram:
         tensor = [_Position(k, position.data, position.stage).rank(options) for k in range(options.tensor_parallel)]
         data = [_Position(position.tensor, k, position.stage).rank(options) for k in range(options.data_parallel)]
         self.tensor_group, self.data_group = names.get(tuple(tensor)), names.get(tuple(data))
-        self.tokens = options.batch * options.sequence
-        self.activation = self.tokens * options.hidden * options.element_bytes
+        self.activation = _TOKENS * options.hidden * _ELEMENT_BYTES
         self.own_layers = options.layers // options.pipeline_parallel
         self.last: list[int] = []  # the compute or collective that the next one waits for
         self.gradients: list[int] = []
@@ -182,18 +176,18 @@ class _RankProgram:
                 # Matrix products: 2 operations per weight and token, twice that backward; attention has its scores.
                 name = f"layer {layer} {part} {'forward' if forward else 'backward'} {number}"
                 weights = _WEIGHTS[part] * options.hidden**2
-                operations = 2 * weights * self.tokens
+                operations = 2 * weights * _TOKENS
                 if part == "attention":
-                    operations += 4 * options.hidden * options.sequence * self.tokens
+                    operations += 4 * options.hidden * _TOKENS**2
                 operations = operations * (1 if forward else 2) // options.tensor_parallel
-                size = weights * options.element_bytes // options.tensor_parallel + 2 * self.activation
+                size = weights * _ELEMENT_BYTES // options.tensor_parallel + 2 * self.activation
                 us = self.us(operations, size)
                 self.last = [program.compute(name, self.last, us=us, operations=operations, size=size)]
                 if options.tensor_parallel > 1:
                     name, group = f"{name} all-reduce", self.tensor_group
                     self.last = [program.collective("ALL_REDUCE", self.activation, self.last, group=group, name=name)]
             if final and options.data_parallel > 1:
-                size = sum(_WEIGHTS.values()) * options.hidden**2 // options.tensor_parallel * options.element_bytes
+                size = sum(_WEIGHTS.values()) * options.hidden**2 // options.tensor_parallel * _ELEMENT_BYTES
                 after, name = [*self.last, *self.gradients[-1:]], f"layer {layer} gradients"
                 node = program.collective("ALL_REDUCE", size, after, group=self.data_group, name=name)
                 self.gradients.append(node)
