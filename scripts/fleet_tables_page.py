@@ -19,7 +19,7 @@ _INTRODUCTION = f"""\
 
 What the fleet's service keeps for months, in `tables/` of its store: Delta tables, which Polars, Spark, Trino or others
 read. Each is partitioned by `day`. Times are int64 nanoseconds, instants Unix time; what is not known is null.
-This is version {VERSION}; within it tables only gain columns, and a service refuses tables of a later version.
+This is version {VERSION}; a service refuses tables of another version.
 [How regressions and device hours are worked out](../concepts/fleet.md).
 
 ```python

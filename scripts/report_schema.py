@@ -41,7 +41,8 @@ def with_sections(schema: Shape) -> Shape:
     added = {
         s.key: {"x-section": s.title, "description": s.note, "anyOf": [s.schema, {"type": "null"}]} for s in every()
     }
-    return {**schema, "properties": {**kept, **added}}
+    properties = {**kept, **added}
+    return {**schema, "properties": properties, "required": list(properties)}
 
 
 def objects(schema: Shape, root: str = "") -> Iterator[tuple[str, Shape]]:

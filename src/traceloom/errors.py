@@ -115,13 +115,13 @@ def unreadable(path: object, error: OSError | ValueError, kind: str = "file") ->
     return InputError(f"the {kind} cannot be read: {reason}", slug="unreadable", where=str(path))
 
 
-def newer_format(what: str, version: object, reads: int, where: object) -> InputError:
-    """The error for a file of ours (a graph, ...) in a version of its format that this Traceloom does not read."""
+def other_version(what: str, version: object, reads: int, where: object) -> InputError:
+    """The error for a file or message of ours in another version of its format than the one that is read here."""
     return InputError(
         f"the {what} has format version {version!r}, this Traceloom reads version {reads}",
-        slug="newer-format",
+        slug="other-version",
         where=str(where),
-        hint="use the version of Traceloom that wrote it, or a later one",
+        hint="make it again with this Traceloom, or use the one that wrote it",
     )
 
 

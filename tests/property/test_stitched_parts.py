@@ -84,7 +84,7 @@ def test_what_a_host_sends_changes_nothing_of_the_others(
     ]
     whole = folder / "whole"
     faults = stitch(parts, whole, {"id": "f"})
-    read = capture_document.decode((whole / "capture.json").read_bytes())
+    read = capture_document.decode((whole / "capture.json").read_bytes(), whole)
     assert read is not None, "a capture that its own reader refuses"
     stood = json.loads((whole / "capture.json").read_text())
     [entry] = [entry for entry in stood["ranks"] if entry["host"] == "good"]

@@ -24,7 +24,7 @@ def summary(wall: list[float] | None, name: str = "run", device: str = "H100", *
     recorded = scalars or {"step_time": (wall or [1.0])[:5]}
     count = len(next(iter(recorded.values())))
     stated = [Stated("device", device, "decisive")]
-    return RunSummary(name, stated, PROGRAM, wall, list(range(count)), recorded, {"kernel": {}})
+    return RunSummary(name, stated, PROGRAM, wall, list(range(count)), recorded, {"kernel": {}}, None)
 
 
 def run(  # what a run is made of

@@ -85,7 +85,8 @@ class Agent:
         locations: Where its files are.
 
     Raises:
-        InputError: The history is of a later version; `wrong-config`: a collector is named that there is not.
+        InputError: `other-version`: a database has another schema; `wrong-config`: a collector is named that there is
+            not.
     """
 
     def __init__(self, config: Config, locations: Locations) -> None:

@@ -1,4 +1,4 @@
-"""The agent's databases (SQLite): opened as this version knows them; a damaged file is put aside, never thrown away."""
+"""The agent's databases (SQLite): of one schema each; a damaged file is put aside, never thrown away."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sqlite3
 import time
 from pathlib import Path
 
-from traceloom.errors import InputError, newer_format
+from traceloom.errors import InputError, other_version
 
 
 def opened(path: Path | None, schema: str, version: int, what: str) -> sqlite3.Connection:
@@ -15,25 +15,26 @@ def opened(path: Path | None, schema: str, version: int, what: str) -> sqlite3.C
 
     Args:
         path: The file; its directory is made.
-        schema: Makes the tables that are not there.
-        version: Of the schema.
+        schema: Makes the tables of a new file.
+        version: Of the schema, which the file names.
         what: It is called in errors.
 
     Raises:
-        InputError: `newer-format`: the file is of a later version.
+        InputError: `other-version`: the file has another schema.
         OSError, sqlite3.Error: It cannot be opened.
     """
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-    database = sqlite3.connect(path or ":memory:", check_same_thread=False, timeout=5.0)
+    database = sqlite3.connect(path or ":memory:", check_same_thread=False, timeout=2.0)
     try:
         there = database.execute("PRAGMA user_version").fetchone()[0]
-        if there > version:
-            raise newer_format(what, there, version, path)
+        if there not in {0, version}:  # a new file has 0
+            raise other_version(what, there, version, path)
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA synchronous = NORMAL")
-        database.executescript(schema)
-        database.execute(f"PRAGMA user_version = {version}")
+        if not there:
+            database.executescript(schema)
+            database.execute(f"PRAGMA user_version = {version}")
         if path is not None:
             path.chmod(0o600)
     except (OSError, sqlite3.Error, InputError):

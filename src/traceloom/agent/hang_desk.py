@@ -33,7 +33,7 @@ from traceloom.agent.registry import is_alive
 from traceloom.agent.requests.places import Places
 from traceloom.agent.stacks import look
 from traceloom.agent.steps import Pace, Steps
-from traceloom.errors import TraceloomError
+from traceloom.errors import TraceloomError, other_version
 
 LOG = logging.getLogger("traceloom.agent")
 VERSION = 1
@@ -125,6 +125,7 @@ class HangDesk:
             LOG.warning("what was known of hangs cannot be read, and is learnt anew: %s", error)
             return
         if kept.version != VERSION:
+            LOG.warning("%s", other_version("file of hangs", kept.version, VERSION, self.path))
             return
         same_boot = kept.boot_id == self.boot_id
         self._resumed = kept.paces if same_boot else {}

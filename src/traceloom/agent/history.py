@@ -29,7 +29,7 @@ from traceloom.agent.board import Board
 from traceloom.agent.config import HistorySettings
 from traceloom.agent.databases import is_damage, put_aside
 from traceloom.agent.metrics import METRICS, Series
-from traceloom.errors import InputError, newer_format
+from traceloom.errors import InputError, other_version
 
 LOG = logging.getLogger("traceloom.agent")
 VERSION = 1
@@ -72,7 +72,7 @@ class History:
         settings: How much is kept.
 
     Raises:
-        InputError: `newer-format`: the file is of a later version.
+        InputError: `other-version`: the file has another schema.
     """
 
     def __init__(self, path: Path | None, settings: HistorySettings) -> None:
@@ -268,8 +268,8 @@ class History:
         database = sqlite3.connect(self.path, check_same_thread=False, timeout=1.0)
         try:
             version = database.execute("PRAGMA user_version").fetchone()[0]
-            if version > VERSION:
-                raise newer_format("history", version, VERSION, self.path)
+            if version not in {0, VERSION}:  # a new file has 0
+                raise other_version("history", version, VERSION, self.path)
             if not version:
                 database.execute("PRAGMA auto_vacuum = INCREMENTAL")
             database.execute("PRAGMA journal_mode = WAL")

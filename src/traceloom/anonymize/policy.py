@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from traceloom.errors import InputError, UsageError
+from traceloom.errors import InputError, UsageError, other_version
 from traceloom.files import read_small
 
 if sys.version_info >= (3, 11):
@@ -122,7 +122,7 @@ def read_policy(path: Path | None) -> Policy:
                 raise InputError(f"expected the format `{FORMAT}`, got {value!r}", slug="bad-policy", where=where)
         elif key == "version":
             if value != 1:
-                raise InputError(f"expected version 1, got {value!r}", slug="bad-policy", where=where)
+                raise other_version("policy", value, 1, where)
         elif key in ("keep_names", "keep_arguments"):
             if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
                 raise InputError(f"expected `{key}` to be a list of texts", slug="bad-policy", where=where)

@@ -11,6 +11,7 @@ from typing import Any
 
 from traceloom.capture.messages import say_once
 from traceloom.capture.settings import VARIABLE, Settings, from_json
+from traceloom.errors import InputError
 
 _recorder: Any = None
 MINIMUM_TORCH = (2, 4)
@@ -29,7 +30,12 @@ def begin() -> None:
     if not text or _recorder is not None or not torch_is_new_enough() or moments.is_launcher():
         return
     note(f"{os.getpid()}.torch")
-    attach(from_json(text))
+    try:
+        settings = from_json(text)
+    except InputError as error:  # this process has imported another Traceloom than the one that records
+        say_once(error.slug, f"nothing is recorded: {error.message}")
+        return
+    attach(settings)
 
 
 def torch_is_new_enough() -> bool:

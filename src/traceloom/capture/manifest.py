@@ -42,6 +42,26 @@ def parts(directory: Path) -> list[Path]:
     return sorted(paths, key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)])
 
 
+def document(ranks: list[dict[str, Any]], run: dict[str, Any]) -> dict[str, Any]:
+    """A capture's document: of the whole, or of one rank as its part."""
+    head = {"format": FORMAT, "version": VERSION, "traceloom": traceloom.__version__, "stage": STAGE}
+    return {**head, "run": run, "ranks": ranks}
+
+
+def _entries(part: Path) -> list[dict[str, Any]]:
+    """What a part says of its rank.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is no part.
+    """
+    try:
+        entries: list[dict[str, Any]] = json.loads(part.read_text(encoding="utf-8"))["ranks"]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"`{part.name}` is no part of a capture") from error
+    return entries
+
+
 def merge(directory: Path, run: dict[str, Any] | None = None) -> dict[str, Any]:
     """Write `capture.json` from all parts that are there; any process may do it at any time.
 
@@ -54,6 +74,7 @@ def merge(directory: Path, run: dict[str, Any] | None = None) -> dict[str, Any]:
 
     Raises:
         OSError: It could not be written.
+        ValueError: A part is none.
     """
     while True:
         before = parts(directory)
@@ -62,14 +83,7 @@ def merge(directory: Path, run: dict[str, Any] | None = None) -> dict[str, Any]:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 merged = json.loads((directory / NAME).read_text(encoding="utf-8"))["run"]
                 run = merged if isinstance(merged, dict) else {}
-        capture = {
-            "format": FORMAT,
-            "version": VERSION,
-            "traceloom": traceloom.__version__,
-            "stage": STAGE,
-            "run": run,
-            "ranks": [json.loads(path.read_text(encoding="utf-8")) for path in before],
-        }
+        capture = document([entry for path in before for entry in _entries(path)], run)
         write_json(directory / NAME, capture)
         # A part that came in while we wrote may have been merged by its process before our older view replaced it.
         if parts(directory) == before:
@@ -83,10 +97,8 @@ def drop_incidental(directory: Path) -> None:
         OSError: A file cannot be read or deleted.
         ValueError: A part is none.
     """
-    of = {path.name.removesuffix(f".{NAME}"): json.loads(path.read_text(encoding="utf-8")) for path in parts(directory)}
-    if wrong := [stem for stem, part in of.items() if not isinstance(part, dict)]:
-        raise ValueError(f"`{wrong[0]}.{NAME}` is no part of a capture")
-    incidental = [stem for stem, part in of.items() if part.get("incidental")]
+    of = {path.name.removesuffix(f".{NAME}"): _entries(path) for path in parts(directory)}
+    incidental = [stem for stem, entries in of.items() if any(entry.get("incidental") for entry in entries)]
     if len(incidental) < len(of):
         for name in files(directory):
             if name.partition(".")[0] in incidental:

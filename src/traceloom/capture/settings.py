@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from traceloom.errors import UsageError
+from traceloom.errors import UsageError, other_version
 
 VARIABLE = "TRACELOOM_RECORD"
+VERSION = 1  # of what it holds
 
 WARM_UP_STEPS = 3
 WINDOW_STEPS = 5
@@ -77,7 +78,7 @@ class Settings:
 
     def to_json(self) -> str:
         """The settings for the environment variable."""
-        return json.dumps(asdict(self), separators=(",", ":"))
+        return json.dumps({"version": VERSION, **asdict(self)}, separators=(",", ":"))
 
     def to_dict(self, *, shapes: bool) -> dict[str, Any]:
         """The settings as they are written into `capture.json`, without the directory.
@@ -102,9 +103,16 @@ class Settings:
 
 
 def from_json(text: str) -> Settings:
-    """Read what `Settings.to_json` wrote; unknown keys of a newer Traceloom are ignored."""
-    names = {field.name for field in fields(Settings)}
-    return Settings(**{key: value for key, value in json.loads(text).items() if key in names})
+    """Read what `Settings.to_json` wrote.
+
+    Raises:
+        InputError: `other-version`: by a Traceloom that writes them in another version.
+    """
+    values = json.loads(text)
+    version = values.pop("version", None)
+    if version != VERSION:
+        raise other_version("request to record", version, VERSION, VARIABLE)
+    return Settings(**values)
 
 
 def parse_steps(value: str | int | range | None) -> tuple[int | None, int | None]:

@@ -293,7 +293,7 @@ class Storage:
 
     def _publish(self, reason: str) -> None:
         """Write this process's part, and merge all parts."""
-        part = self.part(reason)
+        part = manifest.document([self.part(reason)], {})
         name = f"{self.stem()}.capture.json"
         try:
             writing.write_json(self.directory / name, part)

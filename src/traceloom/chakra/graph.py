@@ -161,7 +161,7 @@ def read_graph(paths: Sequence[str | Path], *, ranks: Sequence[int] | None = Non
 
     Raises:
         InputError: As `EtReader`; `chakra-mixed`: files of several graphs; `chakra-circle`: nodes wait for each
-            other; `chakra-times`: times that no clock has; `newer-format`.
+            other; `chakra-times`: times that no clock has; `other-version`.
     """
     numbers = range(len(paths)) if ranks is None else ranks
     readers: list[EtReader] = []

@@ -12,7 +12,7 @@ import polars as pl
 from traceloom import __version__
 from traceloom.chakra.graph_layout import CARRIED_COLUMNS, CHAKRA_VERSION, SCHEMA, SCHEMA_VERSION, words
 from traceloom.chakra.schema import AttributeProto, GlobalMetadata
-from traceloom.errors import InputError, newer_format
+from traceloom.errors import InputError, other_version
 from traceloom.model.graph import Graph, Stage
 from traceloom.model.graph_schema import GRAPH_SCHEMAS
 from traceloom.model.notice import Notice
@@ -75,7 +75,7 @@ class Header:
     """The metadata of a file that a Graph was written to, decoded.
 
     Raises:
-        InputError: `newer-format`, `chakra-damaged`.
+        InputError: `other-version`, `chakra-damaged`.
     """
 
     def __init__(self, metadata: GlobalMetadata, where: str) -> None:
@@ -86,7 +86,7 @@ class Header:
             if kind in {"int64_val", "string_val"}:
                 values[attribute.name] = getattr(attribute, kind)
         if values.get("schema_version") != SCHEMA_VERSION:
-            raise newer_format("graph", values.get("schema_version"), SCHEMA_VERSION, where)
+            raise other_version("graph", values.get("schema_version"), SCHEMA_VERSION, where)
         try:
             self.rank = int(values["rank"])
             self.name = msgspec.convert(values["name"], str)

@@ -1,8 +1,4 @@
-"""Types of the agent's answers: of each the keys that are shown.
-
-An agent may be older or newer than the one who asks. So an answer is not decoded into the structures that the agent
-makes it from, which would refuse it for a key that is never looked at.
-"""
+"""Types of the agent's answers, as they are printed with `--json`: of each the keys that are shown."""
 
 from typing import Literal, TypedDict
 
@@ -72,20 +68,15 @@ class ShownOwner(TypedDict):
     framework_version: str
 
 
-class ShownHungProcess(TypedDict, total=False):
-    """Since when a process hangs, which older agents do not say."""
-
-    hung_since_ns: int | None
-
-
-class ShownProcess(ShownHungProcess):
-    """A process that matters."""
+class ShownProcess(TypedDict):
+    """A process that matters. `hung_since_ns`: null where it does not hang."""
 
     pid: int
     uid: int
     command: str
     devices: list[str]
     steps_per_second: float | None
+    hung_since_ns: int | None
     unreadable: str
     owner: ShownOwner
     values: list[ShownValue]

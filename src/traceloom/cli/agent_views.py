@@ -115,7 +115,7 @@ def processes(answer: ShownProcesses, devices: Sequence[ShownDevice], width: int
         memory = _value(row["values"], "process_memory_bytes")
         framework = f"{owner['framework']} {owner['framework_version']}".strip()
         pace: Cell = _NONE if row["steps_per_second"] is None else f"{row['steps_per_second']:.3g}"
-        if (since_ns := row.get("hung_since_ns")) is not None:
+        if (since_ns := row["hung_since_ns"]) is not None:
             pace = Text(f"hangs {units.duration(max(time.time_ns() - since_ns, 0))}", SEVERITY["error"][1])
         # Without the directory of its program, which would fill a narrow terminal.
         program, blank, words = row["command"].partition(" ")

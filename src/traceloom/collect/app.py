@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route as Endpoint
 
-from traceloom.agent.http.answers import RequestError
+from traceloom.agent.http.answers import RequestError, other_api_version
 from traceloom.agent.http.app import DOCUMENT_PATH, refusal_response, refusals
 from traceloom.agent.http.limits import Rates
 from traceloom.agent.http.openapi import document
@@ -85,6 +85,9 @@ class FleetGuard:
 
     async def _token(self, scope: Scope, headers: Headers) -> TokenRecord:
         address = f"tcp {(scope['client'] or ('',))[0]}"
+        if other := other_api_version(scope["path"], "the service"):
+            self.rates.take(address)
+            raise other
         if scope["path"].startswith(AGENTS):  # hosts show a credential of their own, which their routes check
             host = scope["path"].removeprefix(AGENTS).partition("/")[0]
             self.rates.take(address if host == "enrol" else f"host {host}")

@@ -27,7 +27,6 @@ import msgspec
 from traceloom.agent.http.answers import RequestError
 from traceloom.agent.requests.model import Cause, Wanted
 from traceloom.agent.uplink.messages import (
-    PROTOCOL,
     Enrolled,
     Enrolment,
     Heartbeat,
@@ -148,13 +147,8 @@ class HostDesk:
         """Take a host into the fleet.
 
         Raises:
-            RequestError: `unknown-token`; `host-exists`: another host has the name; `newer-agent`.
+            RequestError: `unknown-token`; `host-exists`: another host has the name.
         """
-        if enrolment.protocol > PROTOCOL:
-            raise RequestError(
-                400, f"this agent speaks protocol {enrolment.protocol}, the service {PROTOCOL}", slug="newer-agent",
-                hint="update the service first",
-            )  # fmt: skip
         host = await asyncio.to_thread(self.state.take_enrolment, enrolment.token, enrolment.host)
         if host is None:
             raise RequestError(

@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +59,14 @@ def stitch(parts: Sequence[HostPart], folder: Path, request: Mapping[str, Any]) 
     for part in parts:
         clock = None if part.clock is None else {"offset_ns": part.clock.offset_ns, "error_ns": part.clock.error_ns}
         hosts.append({"host": part.host, "clock": clock})
-        decoded = None
-        with suppress(OSError):  # it did not come
-            decoded = capture_document.decode((part.folder / CAPTURE).read_bytes())
-        if decoded is None or not isinstance(decoded[0].get("ranks"), list):
+        try:
+            decoded = capture_document.decode((part.folder / CAPTURE).read_bytes(), CAPTURE)
+        except InputError as error:
+            faults.append(f"{part.host}: {error.message}")
+            continue
+        except OSError:  # it did not come
+            decoded = None
+        if decoded is None:
             faults.append(f"{part.host}: its capture.json cannot be read")
             continue
         document, notices = decoded
@@ -104,8 +107,8 @@ def stitch(parts: Sequence[HostPart], folder: Path, request: Mapping[str, Any]) 
         raise InputError("no host sent a trace that can be read", slug="no-capture", hint="; ".join(faults)[:500])
     ranks.sort(key=lambda entry: (entry.get("rank") is None, entry.get("rank") or 0, str(entry.get("host"))))
     whole = {
-        "format": capture_document.FORMAT, "version": 1, "traceloom": __version__, "stage": "profiled", "run": {},
-        "ranks": ranks, "request": {**request, "hosts": hosts, "targets": targets},
+        "format": capture_document.FORMAT, "version": capture_document.VERSION, "traceloom": __version__,
+        "stage": "profiled", "run": {}, "ranks": ranks, "request": {**request, "hosts": hosts, "targets": targets},
         **{kind: files for kind, files in beside.items() if files},
     }  # fmt: skip
     (folder / CAPTURE).write_text(json.dumps(whole, indent=1), encoding="utf-8")

@@ -215,5 +215,5 @@ def fleet_event(name: str, what: str, about: str, content: object, at_ns: int) -
         at_ns: When it was so.
     """
     event_id = f"{name}:{about}"
-    body = {"id": event_id, "event": name, "at_ns": at_ns, what: content}
+    body = {"version": 1, "id": event_id, "event": name, "at_ns": at_ns, what: content}
     return FleetEvent(event_id, name, msgspec.json.encode(body).decode())

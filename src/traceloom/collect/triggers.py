@@ -86,7 +86,7 @@ class FleetTriggers:
         self._kept = {name: msgspec.json.decode(document, type=RuleCounts) for name, document in counts.items()}
         try:
             self._take(text, FleetRules.of(text))
-        except InputError as error:  # an earlier or later version took them
+        except InputError as error:  # somebody has changed them in the database
             self.trouble = str(error)
         now_ns = self.desk.clock()
         self.ledger.add((msgspec.json.decode(document, type=FleetCharge) for document in charges), now_ns)

@@ -20,7 +20,7 @@ import polars as pl
 from msgspec import Struct
 
 from traceloom import __version__, files
-from traceloom.errors import InputError, InvariantError, newer_format, unreadable
+from traceloom.errors import InputError, InvariantError, other_version, unreadable
 from traceloom.plain_text import clean_json
 
 T = TypeVar("T")
@@ -99,7 +99,7 @@ class ArchiveFormat(Struct, frozen=True):
             build: Makes the whole of the header and the frames; what it raises of damage is said as such.
 
         Raises:
-            InputError: `unreadable`; `newer-format`: written by a later version; the slugs of the format.
+            InputError: `unreadable`; `other-version`; the slugs of the format.
         """
         where = str(path)
         another = f"this is a zip archive, but not a saved {self.noun}"
@@ -116,7 +116,7 @@ class ArchiveFormat(Struct, frozen=True):
                 if not isinstance(header, dict) or header.get("format") != self.format:
                     raise InputError(another, slug=self.another_slug, where=where)
                 if header.get("version") != self.version:
-                    raise newer_format(self.noun, header.get("version"), self.version, where)
+                    raise other_version(self.noun, header.get("version"), self.version, where)
                 expected = {_HEADER, *(f"{name}.parquet" for name in self.schemas)}
                 if strange := sorted(set(members) - expected):
                     raise ValueError(f"it holds `{strange[0]}`, which no {self.noun} has")

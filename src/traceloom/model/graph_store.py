@@ -55,7 +55,7 @@ def load(path: str | Path) -> Graph:
 
     Raises:
         InputError: `unreadable`; `not-a-graph`: another kind of file; `graph-damaged`: cut, or not as its header says;
-            `newer-format`: written by a later version.
+            `other-version`.
     """
     return _FORMAT.load(path, _graph)
 

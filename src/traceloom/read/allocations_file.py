@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import polars as pl
 
-from traceloom.errors import InputError, newer_format
+from traceloom.errors import InputError, other_version
 from traceloom.model.notice import Notice
 from traceloom.model.snapshot import BLOCKS, ENTRIES, SEGMENTS, Frame, Snapshot
 from traceloom.packed import UnpackedFile, open_file
@@ -53,7 +53,7 @@ def read_allocations(path: str | Path) -> tuple[int | None, list[Snapshot]]:
         segments where the allocator's blocks in it are known, else as blocks of device 0.
 
     Raises:
-        InputError: `unreadable`, `gzip-bomb`, `newer-format`; `damaged-allocations`: cut, or not as it should be.
+        InputError: `unreadable`, `gzip-bomb`, `other-version`; `damaged-allocations`: cut, or not as it should be.
     """
     document = _document(path)
     frames: list[Frame] = [
@@ -101,7 +101,7 @@ def _document(path: str | Path) -> _Document:
     if document.format != FORMAT:
         raise _damaged(path, f"its format is not `{FORMAT}`")
     if document.version != _VERSION:
-        raise newer_format("file of allocations", document.version, _VERSION, path)
+        raise other_version("file of allocations", document.version, _VERSION, path)
     frames, stacks = range(len(document.frames)), range(-1, len(document.stacks))
     if any(not 0 <= line < 1 << 31 for _, _, line in document.frames):
         raise _damaged(path, "a frame has a line that is none")

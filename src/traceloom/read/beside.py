@@ -15,7 +15,7 @@ import msgspec
 import polars as pl
 from msgspec import Meta, Struct
 
-from traceloom.errors import InputError
+from traceloom.errors import InputError, other_version
 from traceloom.files import open_regular
 from traceloom.model.beside import ALLOCATIONS, SAMPLES, TELEMETRY, no_allocations, no_samples, no_telemetry
 from traceloom.model.notice import Notice
@@ -23,7 +23,7 @@ from traceloom.model.trace import Trace
 from traceloom.packed import UnpackedFile
 from traceloom.read.metadata import clock_offset_ns
 
-VERSION = 1  # of both formats, the latest that is read
+VERSION = 1  # of each of these formats
 _MOST_BYTES = 256 << 20  # of text
 _MOST_FRAMES = 8_000_000  # of all samples of a file
 _STACKS, _ALLOCATIONS, _TELEMETRY = (f".{kind}.json.gz" for kind in ("stacks", "allocations", "telemetry"))
@@ -178,8 +178,10 @@ def _decoded(path: Path, kind: type[_File], name: str) -> _File:
     if unpacked.fault:
         raise ValueError(unpacked.fault)
     document = msgspec.json.decode(text.getvalue(), type=kind)
-    if document.format != name or not 1 <= document.version <= VERSION:
-        raise ValueError(f"it is `{document.format[:40]}` in version {document.version}")
+    if document.format != name:
+        raise ValueError(f"its format is `{document.format[:40]}`, not `{name}`")
+    if document.version != VERSION:
+        raise other_version("file", document.version, VERSION, path)
     return document
 
 

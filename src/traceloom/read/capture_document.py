@@ -8,10 +8,11 @@ from typing import Annotated, Any, get_type_hints
 import msgspec
 from msgspec import Meta, Struct
 
+from traceloom.errors import other_version
 from traceloom.model.notice import Notice
 from traceloom.plain_text import clean_json
 
-FORMAT = "traceloom-capture"
+FORMAT, VERSION = "traceloom-capture", 1
 Whole = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Texts = dict[str, Any]
 
@@ -111,26 +112,27 @@ class Run(Struct, kw_only=True):
 _RANK, _RUN = (get_type_hints(kind, include_extras=True) for kind in (Rank, Run))
 
 
-def decode(text: bytes) -> tuple[dict[str, Any], list[Notice]] | None:
-    """The document without what does not fit, and what was left out; None where it is no such document at all."""
+def decode(text: bytes, where: object) -> tuple[dict[str, Any], list[Notice]] | None:
+    """The document without what does not fit, and what was left out; None where it is no such document at all.
+
+    Raises:
+        InputError: `other-version`.
+    """
     try:
         document = json.loads(text.decode("utf-8", "replace"))
         document, replaced = clean_json(document)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(document, dict):
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        return None
+    if document.get("version") != VERSION:
+        raise other_version("capture", document.get("version"), VERSION, where)
+    if not isinstance(document.get("ranks"), list):
         return None
     odd: list[str] = []
-    if "ranks" in document:
-        if not isinstance(document["ranks"], list):
-            return None
-        document["ranks"] = [
-            _fitting(entry, _RANK, f"$.ranks[{at}]", odd) for at, entry in enumerate(document["ranks"])
-        ]
-        document["ranks"] = [entry for entry in document["ranks"] if entry is not None]
-        document["run"] = _fitting(document.get("run", {}), _RUN, "$.run", odd) or {}
-    else:
-        document = _fitting(document, _RANK, "$", odd) or {}
+    document["ranks"] = [_fitting(entry, _RANK, f"$.ranks[{at}]", odd) for at, entry in enumerate(document["ranks"])]
+    document["ranks"] = [entry for entry in document["ranks"] if entry is not None]
+    document["run"] = _fitting(document.get("run", {}), _RUN, "$.run", odd) or {}
     notices = []
     if odd:
         sentence = f"values of capture.json of an unexpected type, left out: {len(odd):,} (first {odd[0]})"

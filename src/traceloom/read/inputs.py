@@ -144,21 +144,21 @@ def read_capture(folder: Path) -> _Capture | None:
         The document, in which values are of the types that they should be, and what was left out; None without either.
 
     Raises:
-        InputError: `damaged-capture`: the file is there but is not what it should be.
+        InputError: `other-version`; `damaged-capture`: the file is there but is not what it should be.
     """
     whole = folder / _CAPTURE
     if whole.is_file():
         note_input(whole)
         decoded = _decoded(whole)
-        if decoded is None or decoded[0].get("format") != capture_document.FORMAT:
+        if decoded is None:
             raise InputError("capture.json is damaged or of another program", slug="damaged-capture", where=str(whole))
     else:
         parts = [_decoded(path) for path in sorted(folder.glob("*.capture.json"), key=natural)]
-        ranks = [part for part in parts if part is not None and "rank" in part[0]]
+        whole_parts = [part for part in parts if part is not None]
+        ranks = [entry for document, _ in whole_parts for entry in document["ranks"]]
         if not ranks:
             return None
-        document = {"format": capture_document.FORMAT, "version": 1, "ranks": [entry for entry, _ in ranks]}
-        decoded = document, [notice for _, notices in ranks for notice in notices]
+        decoded = {**whole_parts[0][0], "ranks": ranks}, [notice for _, notices in whole_parts for notice in notices]
     for path in folder.iterdir():  # all that belongs to the capture is an input, whatever of it is read today
         if _OF_CAPTURE.match(path.name):
             note_input(path)
@@ -167,7 +167,7 @@ def read_capture(folder: Path) -> _Capture | None:
 
 def _decoded(path: Path) -> _Capture | None:
     try:
-        return capture_document.decode(read_small(path, _MOST_CAPTURE))
+        return capture_document.decode(read_small(path, _MOST_CAPTURE), path)
     except OSError:
         return None
 
@@ -175,15 +175,11 @@ def _decoded(path: Path) -> _Capture | None:
 def job_of(entry: dict[str, Any]) -> str | int:
     """What the parts of a capture that are of one job have in common, and no other part has.
 
-    A process on its own is a job of its own. A capture of an older version does not say; there, processes of a job say
-    how many they are.
+    A process on its own is a job of its own.
     """
-    job, size = entry.get("job"), entry.get("world_size")
+    job, name = entry.get("job"), entry.get("name")
     if isinstance(job, str):
         return job
-    if "job" not in entry and isinstance(size, int) and size > 1:
-        return f"of {size}"
-    name = entry.get("name")
     return f"process {name}" if isinstance(name, str) else id(entry)
 
 

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from traceloom.errors import InputError, newer_format, unreadable
+from traceloom.errors import InputError, other_version, unreadable
 from traceloom.files import read_small
 from traceloom.model import Trace
 from traceloom.read.allocations_file import FORMAT as ALLOCATIONS_FORMAT
@@ -41,7 +41,8 @@ def read_out_of_memory(path: Path) -> dict[str, Any]:
     """The document that a run leaves when memory runs out.
 
     Raises:
-        InputError: `unreadable`; `damaged-memory-report`: it is cut, too large, or something else.
+        InputError: `unreadable`; `damaged-memory-report`: it is cut, too large, or something else;
+            `other-version`.
     """
     try:
         text = read_small(path, MOST_OOM_BYTES)
@@ -56,8 +57,8 @@ def read_out_of_memory(path: Path) -> dict[str, Any]:
     if not isinstance(document, dict) or document.get("format") != OOM_FORMAT:
         raise _damaged(path, f"its format is not `{OOM_FORMAT}`")
     version = document.get("version")
-    if not isinstance(version, int) or version > 1:
-        raise newer_format("report on memory", version, 1, path)
+    if version != 1:
+        raise other_version("report on memory", version, 1, path)
     return document
 
 

@@ -358,7 +358,7 @@ class ReplayPlan:
         """Read a plan that was saved, and check it.
 
         Raises:
-            InputError: `unreadable`, `not-a-plan`, `plan-damaged`, `newer-format`.
+            InputError: `unreadable`, `not-a-plan`, `plan-damaged`, `other-version`.
         """
         return _FORMAT.load(path, _plan)
 

@@ -1,7 +1,7 @@
 """The report document: what `traceloom report` knows about a run, as one JSON object.
 
 Everything that is shown (terminal, page, Markdown) is drawn from it. Its keys are described in
-docs/reference/report-json.md and docs/reference/report.schema.json; version 1 only gains keys.
+docs/reference/report-json.md and docs/reference/report.schema.json.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Any
 
 from traceloom.chakra import generate
 from traceloom.chakra.stream import EtReader
-from traceloom.errors import CheckError, InputError, TraceloomError, UsageError, nearest
+from traceloom.errors import CheckError, InputError, TraceloomError, UsageError, nearest, other_version
 from traceloom.leaving import block
 from traceloom.model import units
 from traceloom.model.notice import Notice
@@ -93,7 +93,11 @@ class PointEvaluator:
 
     @cached_property
     def generated(self) -> tuple[str, dict[str, Any]] | None:
-        """Kind and options of a workload that `traceloom generate` made; None of any other."""
+        """Kind and options of a workload that `traceloom generate` made; None of any other.
+
+        Raises:
+            InputError: `other-version`.
+        """
         folder = Path(self.question.inputs[0])
         first = folder / "workload.0.et"
         if not first.is_file():
@@ -106,7 +110,11 @@ class PointEvaluator:
             document = json.loads(about[0])
         except (ValueError, RecursionError):  # another writer may say anything there
             return None
-        kind, options = (document.get(key) if isinstance(document, dict) else None for key in ("kind", "options"))
+        if not isinstance(document, dict) or document.get("format") != generate.SCHEMA:
+            return None
+        if document.get("version") != generate.VERSION:
+            raise other_version("generated workload", document.get("version"), generate.VERSION, first)
+        kind, options = document.get("kind"), document.get("options")
         return (kind, options) if kind in list(_GENERATED) and isinstance(options, dict) else None
 
     @cached_property

@@ -1,4 +1,4 @@
-"""The database that the service's state is in: SQLite or PostgreSQL, brought to this version's schema.
+"""The database that the service's state is in: SQLite or PostgreSQL.
 
 Every method of the state is one transaction, and blocks: call it in a thread. Instants are of the database's clock
 where several services share it, so that hosts whose clocks differ agree on what a lease is.
@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from traceloom.errors import InputError, OutputError, UsageError, newer_format
-from traceloom.store.migrations import MIGRATIONS, VERSION
+from traceloom.errors import InputError, OutputError, UsageError, other_version
+from traceloom.store.state_schema import SCHEMA, VERSION
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, RowMapping
@@ -25,13 +25,13 @@ _BUSY_MS = 10_000  # how long SQLite waits for another writer
 
 
 class StateDatabase:
-    """The database, brought to this version's schema.
+    """The database; a new one gets its tables.
 
     Args:
         url: As of SQLAlchemy, `sqlite:///PATH` or `postgresql://USER@HOST/DATABASE`; or the path of a SQLite file.
 
     Raises:
-        InputError: `no-extra`; `newer-format`: a later version made it.
+        InputError: `no-extra`; `other-version`: it has another schema.
         OutputError: `state-busy`, `state-unusable`.
         UsageError: `wrong-usage`: another kind of database.
 
@@ -50,7 +50,7 @@ class StateDatabase:
             address = sqlalchemy.make_url(url if "://" in url else f"sqlite:///{url}")
             if address.drivername == "postgresql":
                 address = address.set(drivername="postgresql+psycopg")
-            if address.get_backend_name() not in MIGRATIONS:
+            if address.get_backend_name() not in SCHEMA:
                 raise UsageError("the state is kept in SQLite or PostgreSQL", slug="wrong-usage", where=url[:80])
             self._engine = sqlalchemy.create_engine(address, pool_pre_ping=True)
         except (sqlalchemy.exc.ArgumentError, ImportError) as error:
@@ -67,7 +67,7 @@ class StateDatabase:
             sqlalchemy.event.listen(self._engine, "connect", _prepare_sqlite)
             sqlalchemy.event.listen(self._engine, "begin", lambda connection: connection.exec_driver_sql(_BEGIN))
         try:
-            self._migrate()
+            self._prepare()
         except BaseException:
             self.close()
             raise
@@ -151,7 +151,7 @@ class StateDatabase:
         if not self._rows(connection, statement, name=LEADER, term=term):
             raise OutputError("another service of this state leads now", slug="not-leading", where=self.where)
 
-    def _migrate(self) -> None:
+    def _prepare(self) -> None:
         with self._transaction() as connection:
             if not self._lite:  # two services may start at once
                 connection.exec_driver_sql("SELECT pg_advisory_xact_lock(74661020)")
@@ -159,19 +159,14 @@ class StateDatabase:
                 connection,
                 "CREATE TABLE IF NOT EXISTS schema_version (version BIGINT NOT NULL, identity TEXT NOT NULL)",
             )
-            rows = self._rows(connection, "SELECT version FROM schema_version")
-            version = rows[0]["version"] if rows else 0
-            if version > VERSION:
-                raise newer_format("state", version, VERSION, self.where)
-            for step in MIGRATIONS[self._engine.dialect.name][version:]:
-                for statement in step:
+            if not self._rows(connection, "SELECT version FROM schema_version"):
+                for statement in SCHEMA[self._engine.dialect.name]:
                     connection.exec_driver_sql(statement)
-            if not rows:
                 statement = "INSERT INTO schema_version (version, identity) VALUES (:version, :identity)"
                 self._change(connection, statement, version=VERSION, identity=secrets.token_hex(8))
-            elif version < VERSION:
-                self._change(connection, "UPDATE schema_version SET version = :version", version=VERSION)
-            [row] = self._rows(connection, "SELECT identity FROM schema_version")
+            [row] = self._rows(connection, "SELECT version, identity FROM schema_version")
+            if row["version"] != VERSION:
+                raise other_version("database", row["version"], VERSION, self.where)
             self.identity: str = row["identity"]
 
 

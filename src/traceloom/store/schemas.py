@@ -1,7 +1,7 @@
 """The columns of the fleet's tables, declared once: type, unit, heading, meaning.
 
-All tables are partitioned by `day`. Times are int64 nanoseconds, instants Unix time; what is not known is null. Within
-version 1 tables only gain columns. docs/reference/fleet-tables.md is made of this.
+All tables are partitioned by `day`. Times are int64 nanoseconds, instants Unix time; what is not known is null.
+docs/reference/fleet-tables.md is made of this.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from traceloom.analyze.idle_causes import CAUSES
 from traceloom.model.columns import Column, column
 
 VERSION = 1
-"""Of all schemas together. A later service reads earlier tables; an earlier one refuses later tables."""
+"""Of all schemas together; a service refuses tables of another version."""
 
 STATES = ("busy", "idle-allocated", "unallocated", "unreachable")
 """What a device can be in: it computes; a job holds it; nobody does; its agent does not say."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
-from traceloom.errors import InputError, OutputError, newer_format
+from traceloom.errors import InputError, OutputError, other_version
 from traceloom.store.schemas import SCHEMAS, VERSION
 from traceloom.store.usage import hours
 
@@ -59,7 +59,7 @@ class Tables:
         """Make the tables that are not there.
 
         Raises:
-            InputError: `newer-format`: a table was made by a later version; `unreadable`.
+            InputError: `other-version`: a table has another schema; `unreadable`.
             OutputError: `cannot-write`.
         """
         from deltalake import CommitProperties, Transaction, write_deltalake
@@ -82,7 +82,7 @@ class Tables:
         """The rows of a table from the first day to the last, both included, with the columns of its schema.
 
         Raises:
-            InputError: `newer-format`, `unreadable`.
+            InputError: `other-version`, `unreadable`.
             KeyError: There is no such table.
         """
         frame = pl.scan_delta(self._open(name))
@@ -90,11 +90,7 @@ class Tables:
             frame = frame.filter(pl.col("day") >= first)
         if last is not None:
             frame = frame.filter(pl.col("day") <= last)
-        types = SCHEMAS[name].types
-        older = frame.collect_schema()  # of a table from before a column was added
-        return frame.select(
-            pl.col(key) if key in older else pl.lit(None, kind).alias(key) for key, kind in types.items()
-        )
+        return frame.select(list(SCHEMAS[name].types))
 
     def version(self, name: str) -> int:
         """The number of the last commit to a table; errors as of `scan`."""
@@ -116,7 +112,7 @@ class Tables:
             Table -> rows that were added now; tables that held the batch are not in it.
 
         Raises:
-            InputError: `newer-format`, `unreadable`.
+            InputError: `other-version`, `unreadable`.
             OutputError: `cannot-write`: nothing of the table that failed was added; those before hold the batch.
             ValueError: a row is of no day, a column is not of the table, or the name of a capture has other signs than
                 letters, digits, `.`, `_`, `-`.
@@ -147,7 +143,7 @@ class Tables:
                     named = "capture IN ({})".format(", ".join(f"'{capture}'" for capture in again))
                     write_deltalake(table, frame, mode="overwrite", predicate=named, commit_properties=noted)
                 else:
-                    write_deltalake(table, frame, mode="append", schema_mode="merge", commit_properties=noted)
+                    write_deltalake(table, frame, mode="append", commit_properties=noted)
             added[name] = frame.height
         return added
 
@@ -158,7 +154,7 @@ class Tables:
         after the other become one row.
 
         Raises:
-            InputError: `newer-format`, `unreadable`.
+            InputError: `other-version`, `unreadable`.
             OutputError: `cannot-write`.
         """
         for name, schema in SCHEMAS.items():
@@ -199,8 +195,8 @@ class Tables:
             raise InputError(
                 f"the table cannot be read: {reason}", slug="unreadable", where=self.address(name)
             ) from error
-        if version is None or version > VERSION:
-            raise newer_format("table", version, VERSION, self.address(name))
+        if version != VERSION:
+            raise other_version("table", version, VERSION, self.address(name))
         return table
 
 

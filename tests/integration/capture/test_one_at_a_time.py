@@ -141,12 +141,13 @@ def test_a_whole_recording_takes_the_place_of_the_earlier_one_by_force(recorder:
 def test_what_is_not_whole_of_a_new_capture_is_kept_beside_the_earlier_one(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     directory.mkdir()
-    writing.write_json(directory / "rank0.capture.json", {"rank": 0, "notices": []})
+    writing.write_json(directory / "rank0.capture.json", manifest.document([{"rank": 0, "notices": []}], {}))
     manifest.merge(directory, {"command": ["old"]})
     before = content(directory)
     launch = Launch(Settings(str(directory)), ["true"], force=True)
     moved = {"slug": "capture-moved", "message": "rank0.kineto.json.gz is elsewhere"}
-    writing.write_json(launch._place / "rank0.capture.json", {"rank": 0, "notices": [moved]})
+    part = manifest.document([{"rank": 0, "notices": [moved]}], {})
+    writing.write_json(launch._place / "rank0.capture.json", part)
     launch.run()
     (remark,) = launch.summary("run")
     assert remark.endswith("[kept-beside]")

@@ -173,6 +173,16 @@ def test_a_file_that_cannot_be_read_is_begun_anew(sleeping: Process, tmp_path: P
     assert json.loads((tmp_path / "hangs.json").read_bytes())["paces"] != {}
 
 
+def test_a_file_of_another_version_is_said(sleeping: Process, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "hangs.json").write_bytes(b'{"version": 99, "boot_id": "boot", "paces": {}, "records": []}')
+
+    async def use() -> None:
+        return
+
+    run(Desk(tmp_path, sleeping), use)
+    assert "the file of hangs has format version 99, this Traceloom reads version 1" in caplog.text
+
+
 def test_a_disk_that_cannot_be_written_stops_nothing(sleeping: Process, tmp_path: Path) -> None:
     (tmp_path / "hangs.json").mkdir()
     desk = Desk(tmp_path, sleeping)

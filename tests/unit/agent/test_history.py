@@ -201,12 +201,13 @@ def test_contents_that_mean_nothing(tmp_path: Path, damage: str) -> None:
     assert _pairs(history.query("gpu_power_watts", 0, 2 * T0)) == {("a",): [(T0, 1.0)]}
 
 
-def test_a_later_version_is_refused_and_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [99, -1])
+def test_another_version_is_refused_and_kept(tmp_path: Path, version: int) -> None:
     with sqlite3.connect(tmp_path / "agent.db") as database:
-        database.execute("PRAGMA user_version = 99")
+        database.execute(f"PRAGMA user_version = {version}")
     with pytest.raises(InputError) as raised:
         History(tmp_path / "agent.db", HistorySettings())
-    assert raised.value.slug == "newer-format"
+    assert raised.value.slug == "other-version"
 
 
 def test_a_disk_that_cannot_be_written_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

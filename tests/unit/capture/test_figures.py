@@ -337,7 +337,7 @@ def test_bytes_are_elements_times_their_size_and_unknown_where_a_type_is(
 
 def test_what_workers_beside_a_job_recorded_goes_with_all_of_their_files(tmp_path: Path) -> None:
     for stem, incidental in (("rank0", False), ("pid71", True), ("pid72", True)):
-        writing.write_json(tmp_path / f"{stem}.capture.json", {"incidental": incidental})
+        writing.write_json(tmp_path / f"{stem}.capture.json", manifest.document([{"incidental": incidental}], {}))
         (tmp_path / f"{stem}.kineto.json.gz").write_bytes(b"")
     (tmp_path / "pid71.txt").write_text("mine")
     manifest.drop_incidental(tmp_path)
@@ -345,7 +345,7 @@ def test_what_workers_beside_a_job_recorded_goes_with_all_of_their_files(tmp_pat
 
 
 def test_where_only_workers_recorded_they_stay(tmp_path: Path) -> None:
-    writing.write_json(tmp_path / "pid71.capture.json", {"incidental": True})
+    writing.write_json(tmp_path / "pid71.capture.json", manifest.document([{"incidental": True}], {}))
     manifest.drop_incidental(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["pid71.capture.json"]
 
@@ -363,7 +363,7 @@ def test_what_is_not_whole_is_put_beside_under_the_next_free_number(tmp_path: Pa
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"run": 3}', '{"ranks": []}', "null"])
 def test_a_damaged_capture_is_merged_anew_from_its_parts(tmp_path: Path, text: str) -> None:
-    writing.write_json(tmp_path / "rank0.capture.json", {"rank": 0})
+    writing.write_json(tmp_path / "rank0.capture.json", manifest.document([{"rank": 0}], {}))
     (tmp_path / "capture.json").write_text(text)
     assert manifest.merge(tmp_path)["run"] == {}
     assert [part["rank"] for part in json.loads((tmp_path / "capture.json").read_text())["ranks"]] == [0]

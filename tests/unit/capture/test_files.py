@@ -30,7 +30,7 @@ def test_no_two_processes_get_one_name(tmp_path: Path) -> None:
 
 def test_the_parts_of_all_ranks_are_merged_in_order_and_what_is_known_of_the_run_stays(tmp_path: Path) -> None:
     for rank in (10, 2, 0):
-        writing.write_json(tmp_path / f"rank{rank}.capture.json", {"rank": rank})
+        writing.write_json(tmp_path / f"rank{rank}.capture.json", manifest.document([{"rank": rank}], {}))
     writing.write_json(tmp_path / "rankx.capture.json", {"rank": "no part"})
     manifest.merge(tmp_path, {"command": ["a"]})
     capture = manifest.merge(tmp_path)
@@ -42,7 +42,7 @@ def test_the_parts_of_all_ranks_are_merged_in_order_and_what_is_known_of_the_run
 
 def test_parts_that_are_written_at_once_are_all_in_the_merged_file(tmp_path: Path) -> None:
     def one(rank: int) -> None:
-        writing.write_json(tmp_path / f"rank{rank}.capture.json", {"rank": rank})
+        writing.write_json(tmp_path / f"rank{rank}.capture.json", manifest.document([{"rank": rank}], {}))
         subprocess.run(
             [
                 sys.executable,
@@ -75,7 +75,7 @@ def test_a_new_capture_takes_the_place_of_an_earlier_one_and_of_nothing_else(tmp
     for name in ours + mine:
         (directory / name).write_text("old")
     old = manifest.files(directory)
-    writing.write_json(made / "rank0.capture.json", {"rank": 0})
+    writing.write_json(made / "rank0.capture.json", manifest.document([{"rank": 0}], {}))
     (made / "rank0.kineto.json.gz").write_text("new")
     (made / "rank1.kineto.json").write_text("of a rank that still records")
     manifest.adopt(made, directory, old, {"command": ["new"]}, "rank0")

@@ -64,7 +64,7 @@ def test_a_new_capture_takes_the_place_of_earlier_sources_and_of_nothing_else_th
     (tmp_path / "rank1.host_resources").mkdir()
     (tmp_path / "rank1.host_resources" / "cold.py").write_text("")
     (tmp_path / "rank0.host_resources" / "nid_1_tid_2.dat").write_text("of PyTorch")
-    (made / "rank0.capture.json").write_text('{"rank": 0}')
+    (made / "rank0.capture.json").write_text('{"ranks": [{"rank": 0}]}')
     manifest.adopt(made, tmp_path, manifest.files(tmp_path), {})
     assert sorted(path.name for path in (tmp_path / "rank0.host_resources").iterdir()) == [
         "ckept.py",

@@ -88,7 +88,7 @@ def test_the_command_gets_its_environment_and_ours(tmp_path: Path, monkeypatch: 
 
 def test_what_a_rank_wrote_is_merged_with_what_is_known_of_the_run(tmp_path: Path) -> None:
     directory = tmp_path / "run"
-    command = writes(directory, json.dumps(PART), then="kill -15 $$")
+    command = writes(directory, json.dumps(manifest.document([PART], {})), then="kill -15 $$")
     before_ns = time.time_ns()
     recording = launch(directory, *command)
     assert recording.run() == -15
@@ -106,7 +106,7 @@ def test_what_a_rank_wrote_is_merged_with_what_is_known_of_the_run(tmp_path: Pat
     assert sorted(path.name for path in directory.rglob("*")) == ["capture.json", "rank0.capture.json"]
 
 
-@pytest.mark.parametrize("part", ["", '{"rank": 0', "\xff", "[]", "null", '"rank0"', "{}", '{"window": 3}'])
+@pytest.mark.parametrize("part", ["", '{"rank": 0', "\xff", "[]", "null", '"rank0"', "{}", '{"ranks": 3}'])
 def test_parts_that_are_none_are_said_and_kept(tmp_path: Path, part: str) -> None:
     directory = tmp_path / "run"
     recording = launch(directory, *writes(directory, part))
@@ -121,7 +121,7 @@ def test_parts_that_are_none_are_said_and_kept(tmp_path: Path, part: str) -> Non
 def test_of_such_parts_an_earlier_capture_stays(tmp_path: Path, part: str) -> None:
     directory = tmp_path / "run"
     directory.mkdir()
-    (directory / "rank0.capture.json").write_text(json.dumps(PART))
+    (directory / "rank0.capture.json").write_text(json.dumps(manifest.document([PART], {})))
     capture = manifest.merge(directory, {"command": ["earlier"]})
     recording = launch(directory, *writes(directory / ".traceloom" / "new", part), force=True)
     recording._command[-2] = str(recording._place / "rank0.capture.json")

@@ -96,7 +96,7 @@ def process(pid: int, **owner: Any) -> dict[str, Any]:
     }  # fmt: skip
     return {
         "pid": pid, "uid": 1000, "owner": facts, "values": [], "devices": [], "steps_per_second": None, "unreadable": "",
-        "command": "/a/very/long/way/to/the/environment/bin/python train.py --steps 10",
+        "hung_since_ns": None, "command": "/a/very/long/way/to/the/environment/bin/python train.py --steps 10",
     }  # fmt: skip
 
 

@@ -202,6 +202,9 @@ def test_what_is_not_there_is_said_so(service: RunningService) -> None:
     assert service.ask("GET", "/api/v1/captures/c0")[1]["error"]["slug"] == "no-such-capture"
     for path in ("/api/v1/nothing", "/api/v1/tokens/"):
         assert service.ask("GET", path)[1]["error"]["slug"] == "no-such-route"
+    for path in ("/api/v2/captures", "/api/v0/agents/enrol", "/api/v12/agents/n1/work"):  # of whomever, with any token
+        code, answer = service.ask("GET", path)
+        assert (code, answer["error"]["slug"]) == (404, "other-version")
     assert service.ask("PATCH", "/api/v1/captures")[1]["error"]["slug"] == "wrong-method"
     assert service.ask("GET", "/api/v1/captures?most=0")[1]["error"]["slug"] == "wrong-request"
 

@@ -168,7 +168,9 @@ def test_pairs_come_in_the_order_of_the_day_whatever_the_order_of_the_files() ->
 
 def with_kernels(table: dict[str, list[float]], **scalars: list[float]) -> RunSummary:
     run = made.summary(None, step_time=[10.0] * len(next(iter(table.values()))))
-    return RunSummary(run.name, run.stated, run.program, None, run.steps, run.scalars | scalars, {"kernel": table})
+    return RunSummary(
+        run.name, run.stated, run.program, None, run.steps, run.scalars | scalars, {"kernel": table}, None
+    )
 
 
 def test_causes_are_the_differences_of_the_means_the_largest_first() -> None:
@@ -216,11 +218,11 @@ def test_a_baseline_cut_short_or_longer_is_refused(cut: int) -> None:
 @pytest.mark.parametrize("steps", [[], [0], [0, 1, 2]])
 def test_a_baseline_with_columns_of_several_lengths_is_refused(steps: list[int]) -> None:
     run = with_kernels({"a": [1.0, 2.0]})
-    odd = RunSummary(run.name, run.stated, run.program, None, steps, run.scalars, run.tables)
+    odd = RunSummary(run.name, run.stated, run.program, None, steps, run.scalars, run.tables, None)
     with pytest.raises(InputError):
         decode(encode(Baseline("traceloom-baseline", 1, "0.2.0", "main", 5, [odd])), "x")
     with pytest.raises(InputError):
         decode(encode(Baseline("traceloom-baseline", 1, "0.2.0", "main", 5, [])), "x")
-    nothing = RunSummary(run.name, run.stated, run.program, None, [], {}, {})
+    nothing = RunSummary(run.name, run.stated, run.program, None, [], {}, {}, None)
     with pytest.raises(InputError):
         decode(encode(Baseline("traceloom-baseline", 1, "0.2.0", "main", 5, [nothing])), "x")

@@ -90,10 +90,3 @@ def test_runs_needed_of_pairs_come_from_their_ratio() -> None:
     assert row["runs"] == runs_needed(row["scatter"], 0.03, paired=True)
     loose = gate.judge(without_times(base), without_times(new), [gate.parse("step_time > 2%")]).checks
     assert row["runs"] < power(loose, 0.05)["runs"][0]
-
-
-def test_a_summary_of_before_has_no_time_of_day() -> None:
-    run = made.summary([1.0] * 5)
-    old = msgspec.to_builtins(run)
-    del old["began_unix_ns"]
-    assert msgspec.convert(old, RunSummary) == run

@@ -151,7 +151,14 @@ def test_absolute_limits_and_falling_values() -> None:
 def with_kernels(**kernels: list[float]) -> RunSummary:
     made_run = made.summary(None, step_time=[1e7] * 5)
     return RunSummary(
-        made_run.name, made_run.stated, made_run.program, None, made_run.steps, made_run.scalars, {"kernel": kernels}
+        made_run.name,
+        made_run.stated,
+        made_run.program,
+        None,
+        made_run.steps,
+        made_run.scalars,
+        {"kernel": kernels},
+        None,
     )
 
 
@@ -202,6 +209,7 @@ def test_other_devices_have_no_verdict_and_other_shapes_are_told() -> None:
         base.steps,
         base.scalars,
         {},
+        None,
     )
     found = gate.judge([base], [shaped], [gate.parse("step_time > 3%")])
     assert (found.verdict, found.comparable) == ("fail", True)

@@ -124,6 +124,14 @@ def test_a_file_of_stacks_that_cannot_be_read_is_a_notice(tmp_path: Path, conten
     assert str(tmp_path) in session.notices[0].where
 
 
+@pytest.mark.parametrize("version", [0, 2])
+def test_another_version_is_said_in_the_notice(tmp_path: Path, version: int) -> None:
+    _trace(tmp_path)
+    put(tmp_path / "rank0.stacks.json.gz", stacks([], version=version))
+    (notice,) = _load(tmp_path).notices
+    assert f"the file has format version {version}, this Traceloom reads version 1" in notice.message
+
+
 def test_damaged_telemetry_is_a_notice_and_costs_the_other_hosts_nothing(tmp_path: Path) -> None:
     _trace(tmp_path)
     uneven = series("gpu_busy_ratio", [BASE, BASE + 1], [0.5])

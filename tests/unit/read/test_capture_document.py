@@ -74,12 +74,24 @@ def test_a_rank_that_is_no_object_costs_that_rank(tmp_path):
 
 def test_a_whole_document_is_taken_as_it_is(tmp_path):
     text = (FORMATS["capture"](tmp_path) / "capture.json").read_bytes()
-    assert capture_document.decode(text) == (json.loads(text), [])
+    assert capture_document.decode(text, "capture.json") == (json.loads(text), [])
+
+
+@pytest.mark.parametrize("version", [0, 2, "1", None])
+@pytest.mark.parametrize("name", ["capture.json", "rank0.capture.json"])
+def test_another_version_is_refused(tmp_path, version, name):
+    folder = FORMATS["capture"](tmp_path)
+    document = json.loads((folder / "capture.json").read_text())
+    (folder / "capture.json").unlink()
+    (folder / name).write_text(json.dumps({**document, "version": version}))
+    with pytest.raises(InputError) as refused:
+        load(folder, cache=False)
+    assert (refused.value.slug, refused.value.where) == ("other-version", str(folder / name))
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b"3", b'{"ranks": [', b"[" * 100_000, b'{"a":' * 100_000])
 def test_what_is_no_document_is_none(text):
-    assert capture_document.decode(text) is None
+    assert capture_document.decode(text, "capture.json") is None
 
 
 def test_a_capture_that_cannot_be_read_is_refused(tmp_path):

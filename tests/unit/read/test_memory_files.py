@@ -227,7 +227,7 @@ def test_bad_timelines_are_refused(text: str, tmp_path: Path) -> None:
         ('{"format": "traceloom-out-of-memory", "version": 1', "damaged-memory-report"),
         ("[]", "damaged-memory-report"),
         ('{"format": "other", "version": 1}', "damaged-memory-report"),
-        ('{"format": "traceloom-out-of-memory", "version": 2}', "newer-format"),
+        ('{"format": "traceloom-out-of-memory", "version": 2}', "other-version"),
     ],
 )
 def test_bad_reports_of_memory_that_ran_out_are_refused(text: str, slug: str, tmp_path: Path) -> None:

@@ -138,12 +138,12 @@ def test_a_machine_that_cannot_be_is_refused_with_the_place(
     assert refused.value.where == (f"{path}, {where}" if where else str(path))
 
 
-def test_a_newer_version_and_a_missing_file_say_so(tmp_path: Path) -> None:
+def test_another_version_and_a_missing_file_say_so(tmp_path: Path) -> None:
     path = tmp_path / "machine.toml"
     path.write_text("version = 2\nnew = 1\n" + RING, encoding="utf-8")
     with pytest.raises(InputError, match="version 2") as refused:
         read_machine(path)
-    assert refused.value.slug == "newer-format"
+    assert refused.value.slug == "other-version"
     with pytest.raises(InputError) as refused:
         read_machine(tmp_path / "other.toml")
     assert refused.value.slug == "unreadable"

@@ -12,6 +12,8 @@ from support.jobs import ParallelRecipe, parallel_job
 from support.workload import METADATA, node
 from traceloom.chakra import stream
 from traceloom.chakra.generate import (
+    SCHEMA,
+    VERSION,
     CollectiveOptions,
     PipelineOptions,
     TransformerOptions,
@@ -21,7 +23,7 @@ from traceloom.chakra.generate import (
     write_generated,
 )
 from traceloom.chakra.schema import AttributeProto, GlobalMetadata
-from traceloom.errors import UsageError
+from traceloom.errors import InputError, UsageError
 from traceloom.simulate import run
 from traceloom.simulate.machine import AlgorithmRule, Dimension, Machine, machine_text
 from traceloom.simulate.sweep_points import PointEvaluator, SweepQuestion
@@ -106,6 +108,15 @@ def test_whatever_files_say_of_how_they_were_made_they_are_files(text: str, tmp_
     assert asked({})["time_ns"] == 4_000
 
 
+def test_a_workload_that_was_generated_in_another_version_is_refused(tmp_path: Path) -> None:
+    metadata = GlobalMetadata(version=METADATA.version)
+    metadata.attr.append(AttributeProto(name="generated", string_val=json.dumps({"format": SCHEMA, "version": 2})))
+    stream.write(tmp_path / "workload.0.et", metadata, [node(1, us=4)], force=True)
+    with pytest.raises(InputError) as refused:
+        _ = PointEvaluator(SweepQuestion((str(tmp_path),))).generated
+    assert refused.value.slug == "other-version"
+
+
 def test_options_that_files_make_up_are_refused_by_name(folder: Path, tmp_path: Path) -> None:
     for options, reason in (
         ({"ranks": "x"}, "`ranks` is a whole number above 0, not x"),
@@ -113,7 +124,7 @@ def test_options_that_files_make_up_are_refused_by_name(folder: Path, tmp_path: 
         ({"ranks": 2, "nobody": 1}, None),
     ):
         metadata = GlobalMetadata(version=METADATA.version)
-        text = json.dumps({"kind": "pipeline", "options": options})
+        text = json.dumps({"format": SCHEMA, "version": VERSION, "kind": "pipeline", "options": options})
         metadata.attr.append(AttributeProto(name="generated", string_val=text))
         stream.write(tmp_path / "workload.0.et", metadata, [node(1)], force=True)
         machine = str(folder / "machine.toml")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ pytest.importorskip("sqlalchemy", reason="the extra `fleet` is not installed")
 from support.fleet import KINDS, Kind
 from support.postgres import database
 from traceloom.store.database import secret_hash
-from traceloom.store.migrations import MIGRATIONS
 from traceloom.store.state import State
 
 
@@ -36,19 +34,4 @@ def test_a_session_is_that_of_its_token_until_it_ends(kind: Kind, tmp_path: Path
         state.revoke_token("ana")
         assert state.token_of(secret_hash(token)) is None
     finally:
-        state.close()
-
-
-def test_a_state_from_before_there_were_sessions_gets_them(tmp_path: Path) -> None:
-    path = tmp_path / "state.db"
-    with sqlite3.connect(path) as old:
-        old.execute("CREATE TABLE schema_version (version BIGINT NOT NULL, identity TEXT NOT NULL)")
-        old.execute("INSERT INTO schema_version VALUES (1, 'before')")
-        for statement in MIGRATIONS["sqlite"][0]:
-            old.execute(statement)
-    old.close()
-    for _ in range(2):  # and starts again
-        state = State(str(path))
-        assert state.identity == "before"
-        assert state.session(state.open_session("t", 60)) == secret_hash("t")
         state.close()

@@ -11,7 +11,7 @@ import msgspec
 from traceloom.agent.accelerators import Device, DeviceEvent, DeviceProcess, NotHere, Sample
 from traceloom.agent.config import Config
 from traceloom.agent.metrics import Reading
-from traceloom.errors import InputError, unreadable
+from traceloom.errors import InputError, other_version, unreadable
 
 FORMAT = "traceloom-accelerators"
 VERSION = 1
@@ -47,7 +47,7 @@ def samples(path: str | Path) -> Generator[Sample, None, None]:
     """The samples of a file, one after the other; a last line that was cut off is left out.
 
     Raises:
-        InputError: `unreadable`; `wrong-recording`: not a file of samples, or of another version.
+        InputError: `unreadable`, `other-version`; `wrong-recording`: not a file of samples.
     """
     try:
         file = Path(path).open("rb")  # noqa: SIM115 - closed below
@@ -58,11 +58,10 @@ def samples(path: str | Path) -> Generator[Sample, None, None]:
             head = msgspec.json.decode(file.readline(), type=RecordingHead)
         except msgspec.DecodeError as error:
             raise InputError("this is no recording of devices", slug="wrong-recording", where=str(path)) from error
-        if (head.format, head.version) != (FORMAT, VERSION):
-            raise InputError(
-                f"expected {FORMAT} version {VERSION}, got {head.format} version {head.version}",
-                slug="wrong-recording", where=str(path),
-            )  # fmt: skip
+        if head.format != FORMAT:
+            raise InputError(f"expected {FORMAT}, got {head.format}", slug="wrong-recording", where=str(path))
+        if head.version != VERSION:
+            raise other_version("recording of devices", head.version, VERSION, path)
         decoder = msgspec.json.Decoder(Sample)
         for number, line in enumerate(file, 2):
             if not line.endswith(b"\n"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from traceloom.agent.requests.desk import RequestDesk
     from traceloom.agent.triggers.engine import Triggers
 
+API_VERSION = 1  # which each path names
 Sees = Literal["all", "own", "host"]
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 
@@ -36,6 +38,15 @@ class RequestError(TraceloomError):
         super().__init__(message, slug=slug, hint=hint)
         self.status = status
         self.retry_s = retry_s
+
+
+def other_api_version(path: str, who: str) -> RequestError | None:
+    """The refusal of a request whose path names another version of the API; None where it does not."""
+    named = re.match(r"/api/v([0-9]{1,9})/", path)
+    if named is None or int(named[1]) == API_VERSION:
+        return None
+    message = f"this is a request of version {named[1]}, and {who} answers those of version {API_VERSION}"
+    return RequestError(404, message, slug="other-version", hint="use the same version of Traceloom on both sides")
 
 
 def wrong_request(message: str) -> RequestError:

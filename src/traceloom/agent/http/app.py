@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route as Endpoint
 
-from traceloom.agent.http.answers import Answers, ProblemAnswer, RequestError, RequestProblem
+from traceloom.agent.http.answers import Answers, ProblemAnswer, RequestError, RequestProblem, other_api_version
 from traceloom.agent.http.limits import Rates
 from traceloom.agent.http.openapi import document
 from traceloom.agent.http.peers import Peer, View
@@ -137,6 +137,8 @@ def refusals(paths: Sequence[str], who: str) -> dict[Any, Callable[[Request, Exc
         path = request.url.path
         if error.status_code == 405:
             return refusal_response(RequestError(405, f"{path} does not take {request.method}", slug="wrong-method"))
+        if other := other_api_version(path, who):
+            return refusal_response(other)
         return refusal_response(
             RequestError(
                 error.status_code,

@@ -13,7 +13,7 @@ from traceloom.agent.databases import opened
 from traceloom.agent.requests.model import Target, TraceRequest
 from traceloom.errors import OutputError
 
-VERSION = 2  # 2: targets have more columns
+VERSION = 2
 _COLUMNS = msgspec.structs.fields(Target)
 _SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS requests (id TEXT PRIMARY KEY, asked_ns INTEGER NOT NULL, document BLOB NOT NULL);
@@ -32,7 +32,7 @@ class RequestStore:
         path: The file; its directory is made. None keeps in memory alone.
 
     Raises:
-        InputError: `newer-format`: the file is of a later version.
+        InputError: `other-version`: the file has another schema.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -115,13 +115,4 @@ class RequestStore:
             self.trouble = ""
 
     def _open(self) -> None:
-        database = opened(self.path, _SCHEMA, VERSION, "database of requests")
-        try:
-            there = {row[1] for row in database.execute("PRAGMA table_info(targets)")}
-            for field in _COLUMNS:
-                if field.name not in there:  # written by an earlier version
-                    database.execute(f"ALTER TABLE targets ADD COLUMN {field.name}")
-        except sqlite3.Error:
-            database.close()
-            raise
-        self._database = database
+        self._database = opened(self.path, _SCHEMA, VERSION, "database of requests")

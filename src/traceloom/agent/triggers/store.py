@@ -65,7 +65,7 @@ class TriggerStore:
         path: The file; its directory is made. None keeps in memory alone.
 
     Raises:
-        InputError: `newer-format`: the file is of a later version.
+        InputError: `other-version`: the file has another schema.
     """
 
     def __init__(self, path: Path | None) -> None:

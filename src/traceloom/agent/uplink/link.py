@@ -48,11 +48,12 @@ from traceloom.agent.uplink.messages import (
     WorkAnswer,
 )
 from traceloom.agent.uplink.usage import UsageBacklog, UsageMinutes
-from traceloom.errors import InputError, unreadable
+from traceloom.errors import InputError, other_version, unreadable
 from traceloom.files import sha256_of
 
 LOG = logging.getLogger("traceloom.agent")
 T = TypeVar("T")
+VERSION = 1  # of the file that says so: `Membership`
 TOKEN_VARIABLE = "TRACELOOM_FLEET_TOKEN"  # noqa: S105  (its name)
 _WAIT_S = 30.0  # that the service keeps a question for work
 _LOOK_S = 0.5
@@ -170,6 +171,8 @@ class Uplink:
             member = msgspec.json.decode(self.membership.read_bytes(), type=Membership)
         except FileNotFoundError:
             member = None
+        if member is not None and member.version != VERSION:
+            raise other_version("membership of the fleet", member.version, VERSION, self.membership)
         if member is None or member.server != fleet.server:
             token = os.environ.get(TOKEN_VARIABLE, "")
             if fleet.token_file:
@@ -187,7 +190,9 @@ class Uplink:
                 token=token.strip(), host=self.config.host_name, boot_id=self.boot_id, version=__version__
             )
             enrolled = self._beats.post("agents/enrol", enrolment, Enrolled)
-            member = Membership(server=fleet.server, host=enrolled.host, credential=enrolled.credential)
+            member = Membership(
+                version=VERSION, server=fleet.server, host=enrolled.host, credential=enrolled.credential
+            )
             self.membership.parent.mkdir(parents=True, exist_ok=True)
             part = self.membership.with_name(f".{self.membership.name}.{os.getpid()}")
             part.write_bytes(b"")
@@ -377,6 +382,7 @@ class Uplink:
 class Membership(msgspec.Struct, frozen=True):
     """What a host keeps once it belongs to a fleet; the file is its user's alone."""
 
+    version: int
     server: str
     host: str
     credential: str

@@ -14,7 +14,6 @@ from msgspec import Meta
 from traceloom.agent.requests.model import Target, Wanted
 from traceloom.allowed_texts import HOST, IDENTITY, SHA256
 
-PROTOCOL = 1  # only gains fields; a service refuses agents of a protocol that it does not have
 MOST_MINUTES = 60  # of usage in one heartbeat
 MOST_PROCESSES = 4096  # of a host
 
@@ -30,8 +29,8 @@ HOST_ENDED = frozenset({"uploaded", "failed", "cancelled"})
 UsageState = Literal["busy", "idle-allocated", "unallocated", "unreachable"]
 
 
-class UplinkMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """What goes over the wire; unknown fields are left out, as a newer peer may send them."""
+class UplinkMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What goes over the wire. The route names the version, `/api/v1/`; fields that it does not have are refused."""
 
 
 class Enrolment(UplinkMessage, frozen=True, kw_only=True):
@@ -41,7 +40,6 @@ class Enrolment(UplinkMessage, frozen=True, kw_only=True):
     host: Annotated[str, Meta(min_length=1, max_length=253, pattern=HOST)]
     boot_id: Name = ""
     version: Name = ""
-    protocol: Annotated[int, Meta(ge=1)] = PROTOCOL
 
 
 class Enrolled(UplinkMessage, frozen=True, kw_only=True):

@@ -17,13 +17,16 @@ from typing import NamedTuple
 
 import msgspec
 
-from traceloom.agent.databases import is_damage, put_aside
+from traceloom.agent.databases import is_damage, opened, put_aside
 from traceloom.agent.owners.sharing import split
 from traceloom.agent.topline import JobDeviceTime
 from traceloom.agent.uplink.messages import MOST_MINUTES, UsageRow, UsageState
+from traceloom.errors import InputError
 
 LOG = logging.getLogger("traceloom.agent")
 MINUTE_MS = 60_000
+VERSION = 1
+_SCHEMA = "CREATE TABLE IF NOT EXISTS minutes (minute INTEGER PRIMARY KEY, rows BLOB NOT NULL)"
 _MOST_KEPT = 2 * 24 * 60  # minutes that wait for a service; then the oldest go
 
 
@@ -173,7 +176,7 @@ class UsageBacklog:
                 excess = database.execute(f"DELETE FROM minutes WHERE minute NOT IN ({kept})", (_MOST_KEPT,))  # noqa: S608
                 self.lost += excess.rowcount
             self.trouble = ""
-        except (sqlite3.Error, OSError) as error:
+        except (sqlite3.Error, OSError, InputError) as error:
             self.lost += len(minutes)
             self.trouble = f"{self.path}: {error}"
 
@@ -181,6 +184,7 @@ class UsageBacklog:
         """The rows of the oldest minutes, as many as a heartbeat takes.
 
         Raises:
+            InputError: `other-version`: the file has another schema.
             sqlite3.Error, OSError: They cannot be read; what is damaged has been put aside.
         """
         if not self.path.exists():
@@ -201,11 +205,9 @@ class UsageBacklog:
     @contextlib.contextmanager
     def _database(self) -> Iterator[sqlite3.Connection]:
         """The database; one that is damaged is put aside, and the next question begins a new one."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with contextlib.closing(sqlite3.connect(self.path, timeout=2.0)) as database, database:
-                database.execute("PRAGMA journal_mode = WAL")
-                database.execute("CREATE TABLE IF NOT EXISTS minutes (minute INTEGER PRIMARY KEY, rows BLOB NOT NULL)")
+            connection = opened(self.path, _SCHEMA, VERSION, "database of usage")
+            with contextlib.closing(connection) as database, database:
                 yield database
         except sqlite3.DatabaseError as error:
             if is_damage(error):

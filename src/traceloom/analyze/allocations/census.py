@@ -40,7 +40,5 @@ def frame(columns: Any) -> pl.DataFrame:
         rows = pl.DataFrame(dict(zip(CENSUS, lists, strict=True)), schema=CENSUS, strict=False)
     except (pl.exceptions.PolarsError, OverflowError, TypeError):
         return CENSUS.to_frame()
-    kept = (pl.col("owner") == "other") & pl.col("name").str.starts_with(KEPT)  # as older recordings say it
     once = (pl.col("address") == 0) | pl.struct("address", "device_type", "device").is_first_distinct()
-    storages = rows.drop_nulls().filter(pl.col("bytes") > 0).filter(once)
-    return storages.with_columns(owner=pl.when(kept).then(pl.lit("activation")).otherwise("owner"))
+    return rows.drop_nulls().filter(pl.col("bytes") > 0).filter(once)

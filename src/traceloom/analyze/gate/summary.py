@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from traceloom.errors import InputError
+from traceloom.errors import InputError, other_version
 from traceloom.plain_text import json_line
 
 FORMAT = "traceloom-baseline"
@@ -58,7 +58,7 @@ class RunSummary(msgspec.Struct, frozen=True):
     steps: list[_Whole]
     scalars: dict[str, list[_Amount]]
     tables: dict[str, dict[str, list[_Amount]]]
-    began_unix_ns: _Whole | None = None
+    began_unix_ns: _Whole | None
 
 
 class Baseline(msgspec.Struct, frozen=True):
@@ -98,21 +98,18 @@ def decode(data: bytes, where: str) -> Baseline:
     """Read a baseline.
 
     Raises:
-        InputError: `damaged-baseline`: it is not one, is cut short, or is of a newer version.
+        InputError: `damaged-baseline`: it is not one, or is cut short; `other-version`.
     """
     try:
         unfolder = zlib.decompressobj(wbits=31)
         text = unfolder.decompress(data, _MOST_BYTES)
         head: dict[str, Any] = msgspec.json.decode(text, type=dict)
-        if unfolder.eof and head.get("format") == FORMAT and head.get("version") == VERSION:
+        if unfolder.eof and head.get("format") == FORMAT:
+            if head.get("version") != VERSION:
+                raise other_version("baseline", head.get("version"), VERSION, where)
             baseline = msgspec.convert(head, Baseline)
             baseline.check()
             return baseline
-        if head.get("format") == FORMAT and isinstance(head.get("version"), int) and head["version"] > VERSION:
-            message = f"the baseline has version {head['version']}, and this Traceloom reads version {VERSION}"
-            raise InputError(
-                message, slug="damaged-baseline", where=where, hint="use a newer Traceloom, or save it again"
-            )
     except (zlib.error, msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError):
         pass  # one sentence for all of them, below
     raise InputError(

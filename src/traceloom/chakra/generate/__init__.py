@@ -7,11 +7,10 @@ from pathlib import Path
 
 from traceloom.chakra.generate.collectives import ALGORITHMS, KINDS, CollectiveOptions, collectives
 from traceloom.chakra.generate.pipeline import SCHEDULES, PipelineOptions, pipeline
-from traceloom.chakra.generate.program import Generated, RankProgram
+from traceloom.chakra.generate.program import SCHEMA, VERSION, Generated, RankProgram
 from traceloom.chakra.generate.transformer import TransformerOptions, memory_bytes, transformer
 from traceloom.chakra.plain import plain_metadata, write_plain
 
-SCHEMA = "traceloom-generated"
 STAGE = "pre-transformed"  # the workload as it is written down; nothing has compiled or run it
 
 __all__ = [
@@ -19,6 +18,7 @@ __all__ = [
     "KINDS",
     "SCHEDULES",
     "SCHEMA",
+    "VERSION",
     "CollectiveOptions",
     "Generated",
     "PipelineOptions",

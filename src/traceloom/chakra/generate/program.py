@@ -12,6 +12,8 @@ import polars as pl
 from traceloom.chakra.plain import PLAIN, Pairs, PlainNodes
 from traceloom.chakra.schema import CollectiveCommType, NodeType
 
+SCHEMA, VERSION = "traceloom-generated", 1
+
 
 class RankProgram:
     """The nodes of one rank in the order in which they are added; ids count from 1.
@@ -113,8 +115,8 @@ class Generated:
     def to_dict(self) -> dict[str, Any]:
         """What `traceloom generate --json` prints, and the files' metadata hold."""
         return {
-            "format": "traceloom-generated",
-            "version": 1,
+            "format": SCHEMA,
+            "version": VERSION,
             "kind": self.kind,
             "options": dict(self.options),
             "ranks": len(self.programs),

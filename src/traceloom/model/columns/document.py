@@ -15,7 +15,7 @@ _WITH_NOTICES = ("", "across_ranks.", "memory_json.", "simulation_json.", "repla
 
 HEAD: dict[str, Column] = {
     "format": Column("text", "Format", "name of the document format"),
-    "version": Column("count", "Version", "version of the document format; version 1 only gains keys"),
+    "version": Column("count", "Version", "version of the document format"),
     "traceloom": Column("text", "Traceloom", "version of the program that wrote the document"),
     "name": Column("name", "Name", "its name, as recorded"),
     "epoch_ns": Column(

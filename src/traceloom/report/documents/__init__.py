@@ -1,9 +1,9 @@
 """Types of the documents: dictionaries as the commands write them as JSON, key by key.
 
 `...Row` is an object of a list, `...Value` another object. The documents with a published schema (report, memory,
-simulation, replay) have theirs from it, by `scripts/report_schema.py`; keys that it does not require, because files of
-earlier versions lack them, are required here. Nothing at run time needs these types: import them where types are
-checked, or to decode a file into checked values (`msgspec.json.decode(text, type=ReportDocument)`).
+simulation, replay) have theirs from it, by `scripts/report_schema.py`. Nothing at run time needs these types: import
+them where types are checked, or to decode a file into checked values, as by
+`msgspec.json.decode(text, type=ReportDocument)`.
 """
 
 from traceloom.report.documents.calibration import CalibrationDocument

@@ -1,6 +1,6 @@
 """The memory document: what `traceloom memory` knows of a run, as one JSON object.
 
-Its keys are described in docs/reference/memory-json.md; version 1 only gains keys.
+Its keys are described in docs/reference/memory-json.md.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def build(
     comparison: ComparisonDocument | None = None,
     effect: float | None = None,
 ) -> VerdictDocument:
-    """The verdict as one JSON object. Keys: docs/how-to/gate.md; version 1 only gains keys.
+    """The verdict as one JSON object. Keys: docs/how-to/gate.md.
 
     Args:
         verdict: The verdict.

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 
 from traceloom.analyze.peaks import Peak, find, peak_of
-from traceloom.errors import InputError, UsageError, nearest, newer_format, unreadable
+from traceloom.errors import InputError, UsageError, nearest, other_version, unreadable
 from traceloom.files import note_input, read_small
 from traceloom.plain_text import json_line
 from traceloom.simulate.machine.parts import (
@@ -125,7 +125,7 @@ def read_machine(path: str | Path, overrides: Sequence[str] = ()) -> Machine:
         overrides: Of `--set`: `network.0.bandwidth=100`, `network.nvlink.latency=500`, `nic.bandwidth=25`.
 
     Raises:
-        InputError: slugs `bad-machine`, `unreadable`: the file is no machine.
+        InputError: slugs `bad-machine`, `unreadable`: the file is no machine; `other-version`.
         UsageError: slugs `no-such-machine`, `bad-override`.
     """
     if str(path) in presets() and not Path(path).exists():
@@ -146,9 +146,9 @@ def read_machine(path: str | Path, overrides: Sequence[str] = ()) -> Machine:
         document = tomllib.loads(content.decode("utf-8"))
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise InputError(f"the machine is no TOML: {error}", slug="bad-machine", where=where) from error
-    version = document.get("version")
-    if isinstance(version, int) and version > VERSION:
-        raise newer_format("machine", version, VERSION, where)
+    version = document.get("version", VERSION)
+    if isinstance(version, int) and version != VERSION:
+        raise other_version("machine", version, VERSION, where)
     return changed(machine_of(document, where), overrides)
 
 

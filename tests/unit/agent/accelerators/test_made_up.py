@@ -192,15 +192,21 @@ def test_a_last_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     assert [sample.at_ns for sample in samples(path)] == [10_000_000_000]
 
 
-@pytest.mark.parametrize(
-    "text", [b"", b"{}\n", b'{"format":"traceloom-accelerators","version":9}\n', b'{"format":"x","version":1}\n']
-)
+@pytest.mark.parametrize("text", [b"", b"{}\n", b'{"format":"x","version":1}\n'])
 def test_what_is_no_recording_is_refused(tmp_path: Path, text: bytes) -> None:
     path = tmp_path / "samples.jsonl"
     path.write_bytes(text)
     with pytest.raises(InputError) as raised:
         list(samples(path))
     assert raised.value.slug == "wrong-recording"
+
+
+def test_a_recording_of_another_version_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    path.write_bytes(b'{"format":"traceloom-accelerators","version":9}\n')
+    with pytest.raises(InputError) as raised:
+        list(samples(path))
+    assert raised.value.slug == "other-version"
 
 
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:

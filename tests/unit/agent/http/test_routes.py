@@ -172,6 +172,7 @@ def test_no_times(text: str) -> None:
     [
         ("/api/v1/proceses", 404, "no-such-route", "did you mean `/api/v1/processes`"),
         ("/", 404, "no-such-route", "openapi.json"),
+        ("/api/v2/status", 404, "other-version", "version 2, and the agent answers those of version 1"),
         ("/api/v1/query?metric=gpu_bussy_ratio", 404, "no-such-metric", "did you mean `gpu_busy_ratio`"),
         ("/api/v1/query", 400, "wrong-request", "missing required field `metric`"),
         ("/api/v1/query?metric=gpu_busy_ratio&form=1", 400, "wrong-request", "unknown field `form`"),

@@ -321,14 +321,14 @@ def test_what_the_file_has_lost_the_requests_still_tell(tmp_path: Path, loss: st
     assert len(list(tmp_path.glob("triggers.db.damaged-*"))) == (loss == "damaged")
 
 
-def test_a_file_of_a_later_version_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_a_file_of_another_version_is_refused_and_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "triggers.db"
     with sqlite3.connect(path) as database:
         database.execute("PRAGMA user_version = 99")
     before = path.read_bytes()
     with pytest.raises(InputError) as refusal:
         TriggerStore(path)
-    assert refusal.value.slug == "newer-format"
+    assert refusal.value.slug == "other-version"
     assert path.read_bytes() == before
 
 

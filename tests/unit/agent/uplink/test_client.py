@@ -13,7 +13,7 @@ from traceloom.agent.uplink.client import ServiceClient, ServiceError
 from traceloom.agent.uplink.messages import Enrolled, Enrolment, WorkAnswer
 from traceloom.errors import InputError
 
-WORK = Reply(msgspec.json.encode({"version": "7", "work": [], "of_a_newer_service": {"any": 1}}))
+WORK = Reply(msgspec.json.encode({"version": "7", "work": []}))
 MEBI = 1 << 20
 DEEP = b"[" * 100_000 + b"]" * 100_000
 

@@ -120,7 +120,7 @@ def test_a_host_enrols_once_and_keeps_what_it_got_for_itself(tmp_path: Path, mon
         path = tmp_path / "fleet.json"
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         kept = msgspec.json.decode(path.read_bytes(), type=Membership)
-        assert kept == Membership(server=service.url, host="node1", credential="secret1")
+        assert kept == Membership(version=1, server=service.url, host="node1", credential="secret1")
         assert list(tmp_path.glob(".fleet*")) == []
     other = Fleet()
     with scripted(other) as service:  # what one service gave says nothing to another one
@@ -154,6 +154,17 @@ def test_a_token_that_comes_later_is_enough(
     assert ("that token is none" if token == "other" else str(path)) in trouble
     assert [each.token for each in fleet.enrolments] == [*(["other"] if token == "other" else []), "once"]
     assert host.uplink.trouble == ""
+
+
+def test_a_membership_of_another_version_is_refused_and_kept(tmp_path: Path) -> None:
+    (tmp_path / "fleet.json").write_bytes(msgspec.json.encode(Membership(version=2, server="", host="", credential="")))
+    fleet = Fleet()
+    with scripted(fleet) as service:
+        host = Host(tmp_path, service)
+        host.until(lambda: host.uplink.trouble)
+    assert host.uplink.trouble.startswith("the membership of the fleet has format version 2, this Traceloom reads")
+    assert msgspec.json.decode((tmp_path / "fleet.json").read_bytes())["version"] == 2
+    assert not fleet.enrolments
 
 
 def test_without_any_token_it_says_where_one_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

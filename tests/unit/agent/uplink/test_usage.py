@@ -16,6 +16,7 @@ from traceloom.agent.owners.sharing import split
 from traceloom.agent.topline import JobDeviceTime
 from traceloom.agent.uplink.messages import UsageRow
 from traceloom.agent.uplink.usage import MINUTE_MS, UsageBacklog, UsageMinutes
+from traceloom.errors import InputError
 
 MS = 1_000_000
 FIRST = 28_333_333  # a minute of 2023
@@ -137,6 +138,19 @@ def test_a_damaged_file_is_put_aside_and_new_minutes_are_kept(tmp_path: Path, da
     assert backlog.oldest() == []
     backlog.put({FIRST + 1: [row]})
     assert (backlog.oldest(), backlog.trouble) == ([row], "")
+
+
+def test_a_file_of_another_version_is_refused_and_kept(tmp_path: Path) -> None:
+    path = tmp_path / "usage.db"
+    with contextlib.closing(sqlite3.connect(path)) as other:
+        other.execute("PRAGMA user_version = 2")
+    before, backlog = path.read_bytes(), UsageBacklog(path)
+    with pytest.raises(InputError) as refused:
+        backlog.oldest()
+    assert refused.value.slug == "other-version"
+    backlog.put({FIRST: []})
+    assert (backlog.lost, path.read_bytes()) == (1, before)
+    assert "has format version 2" in backlog.trouble
 
 
 @pytest.mark.thorough

@@ -1,4 +1,4 @@
-"""The schema of the service's state, as numbered steps: what was released is never changed, only added to.
+"""The schema of the service's state.
 
 The statements are of the SQL that SQLite and PostgreSQL share; the guard of the audit is written for each.
 """
@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-_FIRST = (
+VERSION = 3
+"""Of the schema, which the database names; one of another version is refused."""
+
+_TABLES = (
     (
         "CREATE TABLE captures (id TEXT PRIMARY KEY, day TEXT NOT NULL, job TEXT NOT NULL, uploader TEXT NOT NULL, "
         "received_ns BIGINT NOT NULL, complete BIGINT NOT NULL, bytes BIGINT NOT NULL, files TEXT NOT NULL)"
@@ -55,9 +58,6 @@ _FIRST = (
         "CREATE TABLE job_facts (job TEXT NOT NULL, since_ns BIGINT NOT NULL, batch BIGINT, document TEXT NOT NULL, "
         "PRIMARY KEY (job, since_ns))"
     ),
-)
-
-_TRIGGERS = (
     (
         "CREATE TABLE webhooks (name TEXT PRIMARY KEY, url TEXT NOT NULL, secret TEXT NOT NULL, events TEXT NOT NULL, "
         "created_ns BIGINT NOT NULL, delivered BIGINT NOT NULL, failed BIGINT NOT NULL, dropped BIGINT NOT NULL, "
@@ -73,6 +73,7 @@ _TRIGGERS = (
     "CREATE TABLE trigger_counts (name TEXT PRIMARY KEY, document TEXT NOT NULL)",
     "CREATE TABLE trigger_charges (request TEXT PRIMARY KEY, document TEXT NOT NULL)",
     "CREATE TABLE regressions_seen (series TEXT PRIMARY KEY, since_ns BIGINT NOT NULL)",
+    "CREATE TABLE sessions (sha256 TEXT PRIMARY KEY, token TEXT NOT NULL, expires_ns BIGINT NOT NULL)",
 )
 
 _GUARD: Mapping[str, tuple[str, ...]] = {
@@ -93,11 +94,5 @@ _GUARD: Mapping[str, tuple[str, ...]] = {
     ),
 }
 
-_SESSIONS = ("CREATE TABLE sessions (sha256 TEXT PRIMARY KEY, token TEXT NOT NULL, expires_ns BIGINT NOT NULL)",)
-
-MIGRATIONS: Mapping[str, tuple[tuple[str, ...], ...]] = {
-    dialect: ((*_FIRST, *guard), _TRIGGERS, _SESSIONS) for dialect, guard in _GUARD.items()
-}
-"""Dialect -> steps; the number of a step is its place from 1 on."""
-
-VERSION = len(MIGRATIONS["sqlite"])
+SCHEMA: Mapping[str, tuple[str, ...]] = {dialect: (*_TABLES, *guard) for dialect, guard in _GUARD.items()}
+"""Dialect -> statements that make it."""
