@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from traceloom.cli import options as types
 from traceloom.cli.verb_actions import VerbAction, VerbOption, add_actions, declaring
@@ -23,18 +23,8 @@ if TYPE_CHECKING:
 
     from traceloom.agent.client import AgentClient
     from traceloom.agent.config import Config, Locations
-    from traceloom.cli.agent_answers import (
-        HostPicture,
-        ShownDevices,
-        ShownDoctor,
-        ShownEvent,
-        ShownEvents,
-        ShownHistory,
-        ShownProcesses,
-        ShownStacks,
-        ShownTrace,
-    )
 
+T = TypeVar("T")
 DESCRIPTION = (
     "The agent of a host: what its devices and processes do, and whose they are. `run` starts it, as root for the "
     "whole host, or as a user for that user's processes; the other actions ask it."
@@ -224,26 +214,47 @@ def _run(args: argparse.Namespace) -> int:
 
 def _answer(args: argparse.Namespace) -> int:
     """What the agent answers where route, action and view have one name."""
+    from traceloom.agent.http import answers as forms
     from traceloom.cli import agent_views as views
 
+    kinds: dict[str, type[forms.HttpAnswer]] = {
+        "status": forms.StatusAnswer, "hangs": forms.HangsAnswer, "triggers": forms.TriggersAnswer
+    }  # fmt: skip
     answer = client_of(args).get(args.action, **({"job": args.job} if "job" in args and args.job else {}))
-    return _shown(args, answer, lambda width: getattr(views, args.action)(answer, width))
+    read = _read(answer, kinds[args.action])
+    return _shown(args, answer, lambda width: getattr(views, args.action)(read, width))
+
+
+def _read(answer: Any, kind: type[T]) -> T:
+    """What the agent answers, as the structure of which it makes its answer.
+
+    Raises:
+        InputError: `agent-unclear`.
+    """
+    import msgspec
+
+    try:
+        return msgspec.convert(answer, kind)
+    except msgspec.ValidationError as error:
+        raise InputError(f"what listens there answers as no agent does: {error}", slug="agent-unclear") from error
 
 
 def _processes(args: argparse.Namespace) -> int:
+    from traceloom.agent.http import answers as forms
     from traceloom.cli import agent_views as views
 
     client = client_of(args)
-    answer: ShownProcesses = client.get("processes")
+    answer = client.get("processes")
     if args.job:
         answer["processes"] = [process for process in answer["processes"] if process["owner"]["job"] == args.job]
     if args.json:
         return _shown(args, answer, None)
-    host: ShownDevices = client.get("devices")
-    kills = _happened(client, args, "1h", "oom-kill")
+    processes = _read(answer, forms.ProcessesAnswer)
+    host = _read(client.get("devices"), forms.DevicesAnswer)
+    kills = _read(_happened(client, args, "1h", "oom-kill"), list[forms.EventAnswer])
 
     def rendered(width: int) -> Iterator[Text]:
-        yield from views.processes(answer, host["devices"], width)
+        yield from views.processes(processes, host.devices, width)
         if kills:
             yield from views.events(kills, width)
 
@@ -251,6 +262,7 @@ def _processes(args: argparse.Namespace) -> int:
 
 
 def _top(args: argparse.Namespace) -> int:
+    import msgspec
     from rich.text import Text
 
     from traceloom.cli import agent_views as views
@@ -262,24 +274,25 @@ def _top(args: argparse.Namespace) -> int:
 
     def drawn(width: int) -> Iterator[Text]:
         """As many lines as the terminal has."""
-        lines, height = list(views.top(picture, width)), shutil.get_terminal_size().lines - 1
+        lines, height = list(views.top(read, width)), shutil.get_terminal_size().lines - 1
         yield from lines[: height - 1] if live and len(lines) > height else lines
         if live and len(lines) > height:
             yield Text(f" … {len(lines) - height + 1} more lines; all: traceloom agent top --once")
 
     while True:
-        picture: HostPicture = {
+        picture = {
             "status": client.get("status"),
             "devices": client.get("devices"),
             "processes": client.get("processes"),
-            "host": views.host_values(client),
+            "host": msgspec.to_builtins(views.host_values(client)),
         }
         if args.job:
-            held = [process for process in picture["processes"]["processes"] if process["owner"]["job"] == args.job]
-            picture["processes"]["processes"] = held
+            processes = picture["processes"]
+            processes["processes"] = [each for each in processes["processes"] if each["owner"]["job"] == args.job]
         if args.json:
             print(json.dumps(picture))
         else:
+            read = _read(picture, views.HostPicture)
             if live:
                 steering(sys.stdout).write("\x1b[H\x1b[2J")
             terminal.put(drawn, sys.stdout)
@@ -290,6 +303,7 @@ def _top(args: argparse.Namespace) -> int:
 
 
 def _query(args: argparse.Namespace) -> int:
+    from traceloom.agent.http import answers as forms
     from traceloom.agent.query import plain_name
     from traceloom.cli import agent_views as views
 
@@ -302,8 +316,7 @@ def _query(args: argparse.Namespace) -> int:
             terminal.put(views.metrics, sys.stdout)
         return 0
     metric, client = plain_name(args.metric), client_of(args)
-    host: ShownDevices = client.get("devices")
-    index = {device["uuid"]: device["index"] for device in host["devices"]}
+    index = {device["uuid"]: device["index"] for device in client.get("devices")["devices"]}
     of_number = {f"device={number}": f"device={uuid}" for uuid, number in index.items()}
     parameters = {
         "metric": metric, "since": _with_zone(args.since), "until": _with_zone(args.until),
@@ -311,8 +324,9 @@ def _query(args: argparse.Namespace) -> int:
         "where": ",".join(of_number.get(part, part) for part in args.where.split(",")),
         "raw": "true" if args.raw else "",
     }  # fmt: skip
-    answer: ShownHistory = client.get("query", **{name: value for name, value in parameters.items() if value})
-    return _shown(args, answer, lambda width: views.query(answer, index, width))
+    answer = client.get("query", **{name: value for name, value in parameters.items() if value})
+    read = _read(answer, forms.QueryAnswer)
+    return _shown(args, answer, lambda width: views.query(read, index, width))
 
 
 def _with_zone(text: str) -> str:
@@ -324,29 +338,32 @@ def _with_zone(text: str) -> str:
 
 
 def _events(args: argparse.Namespace) -> int:
+    from traceloom.agent.http import answers as forms
     from traceloom.cli import agent_views as views
 
     happened = _happened(client_of(args), args, _with_zone(args.since))
-    return _shown(args, {"events": happened}, lambda width: views.events(happened, width))
+    read = _read(happened, list[forms.EventAnswer])
+    return _shown(args, {"events": happened}, lambda width: views.events(read, width))
 
 
-def _happened(client: AgentClient, args: argparse.Namespace, since: str, kind: str = "") -> list[ShownEvent]:
+def _happened(client: AgentClient, args: argparse.Namespace, since: str, kind: str = "") -> list[Any]:
     """Events, of the job that is asked for."""
-    answer: ShownEvents = client.get("events", since=since)
     return [
         event
-        for event in answer["events"]
+        for event in client.get("events", since=since)["events"]
         if (not kind or event["kind"] == kind) and (not args.job or event["job"] == args.job)
     ]
 
 
 def _learn(args: argparse.Namespace) -> int:
+    from traceloom.agent.http import answers as forms
     from traceloom.cli import agent_views as views
 
     client = client_of(args)
     client.timeout_s = 600.0  # it reads the whole trace
-    answer: ShownTrace = client.post("traces", {"path": str(Path(args.trace).absolute()), "job": _job(args, client)})
-    return _shown(args, answer, lambda _: views.learned(answer))
+    answer = client.post("traces", {"path": str(Path(args.trace).absolute()), "job": _job(args, client)})
+    read = _read(answer, forms.TraceAnswer)
+    return _shown(args, answer, lambda _: views.learned(read))
 
 
 def _job(args: argparse.Namespace, client: AgentClient) -> str:
@@ -363,20 +380,22 @@ def _job(args: argparse.Namespace, client: AgentClient) -> str:
 
 
 def _stacks(args: argparse.Namespace) -> int:
+    from traceloom.agent.http import answers as forms
     from traceloom.cli import agent_views as views
 
     client = client_of(args)
     client.timeout_s = 300.0  # symbols of native code are hundreds of MB per process
     which = {"pid": str(args.pid)} if args.pid is not None else {"job": _job(args, client)}
-    answer: ShownStacks = client.get("stacks", **which, native="true" if args.native else "false")
-    return _shown(args, answer, lambda width: views.stacks(answer, width, native=args.native))
+    answer = client.get("stacks", **which, native="true" if args.native else "false")
+    read = _read(answer, forms.StacksAnswer)
+    return _shown(args, answer, lambda width: views.stacks(read, width, native=args.native))
 
 
 def _doctor(args: argparse.Namespace) -> int:
     """Of the agent that runs; where none does, of this host as this user would run one."""
+    from traceloom.agent.http import answers as forms
     from traceloom.cli import agent_views as views
 
-    answer: ShownDoctor
     try:
         answer = client_of(args).get("doctor")
         running = True
@@ -390,7 +409,8 @@ def _doctor(args: argparse.Namespace) -> int:
         config = _config(args)
         answer = {"checks": [msgspec.to_builtins(check) for check in doctor.by_hand(config, _locations(args, config))]}
         running = False
-    return _shown(args, answer, lambda width: views.doctor(answer, width, running=running))
+    read = _read(answer, forms.DoctorAnswer)
+    return _shown(args, answer, lambda width: views.doctor(read, width, running=running))
 
 
 def _env(args: argparse.Namespace) -> int:

@@ -7,39 +7,36 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from pathlib import PurePosixPath
 from statistics import fmean
-from typing import TYPE_CHECKING
 
+import msgspec
 from rich.text import Text
 
 from traceloom.agent.client import AgentClient
 from traceloom.agent.grouping import numbers
+from traceloom.agent.http.answers import (
+    DeviceAnswer,
+    DevicesAnswer,
+    DoctorAnswer,
+    EventAnswer,
+    HangsAnswer,
+    ProcessesAnswer,
+    QueryAnswer,
+    SeriesAnswer,
+    StacksAnswer,
+    StatusAnswer,
+    TraceAnswer,
+    TriggersAnswer,
+    ValueAnswer,
+)
 from traceloom.agent.metrics import METRICS, PREFIX
 from traceloom.harmless import harmless
 from traceloom.model import units
 from traceloom.report.views.terminal.bars import plain, sparkline
 from traceloom.report.views.terminal.columns import Cell, TextColumn, heading, lines, paragraph
 from traceloom.report.views.terminal.look import DIM, FILLS, SEVERITY
-
-if TYPE_CHECKING:
-    from traceloom.cli.agent_answers import (
-        HostPicture,
-        NowAnswer,
-        ShownDevice,
-        ShownDoctor,
-        ShownEvent,
-        ShownHangs,
-        ShownHistory,
-        ShownProcesses,
-        ShownSeries,
-        ShownStacks,
-        ShownStatus,
-        ShownTrace,
-        ShownTriggers,
-        ShownValue,
-    )
 
 _BAR = 10
 _NONE = "–"
@@ -52,25 +49,41 @@ _WORKS = {
 _AREAS = ("rights", "devices", "collect", "owners", "jobs", "traces", "triggers", "probes", "stacks", "files", "extras")
 
 
-def status(answer: ShownStatus, width: int) -> Iterator[Text]:
+class HostValues(msgspec.Struct, frozen=True):
+    """Busy share of the processors; bytes of memory, used and in all. None: not known."""
+
+    cpu: float | None = None
+    memory: tuple[float, float] | None = None
+
+
+class HostPicture(msgspec.Struct, frozen=True):
+    """Host, devices and processes as they are now."""
+
+    status: StatusAnswer
+    devices: DevicesAnswer
+    processes: ProcessesAnswer
+    host: HostValues
+
+
+def status(answer: StatusAnswer, width: int) -> Iterator[Text]:
     """How the agent fares: itself, its collectors, its history."""
-    up = dt.timedelta(seconds=(answer["now_ns"] - answer["started_ns"]) // 10**9)
+    up = dt.timedelta(seconds=(answer.now_ns - answer.started_ns) // 10**9)
     yield Text.assemble(
         ("Agent of ", ""),
-        (harmless(answer["host"]), "bold"),
-        f": up {up}, pid {answer['pid']}, version {answer['version']}",
+        (harmless(answer.host), "bold"),
+        f": up {up}, pid {answer.pid}, version {answer.version}",
     )
-    stale = f", {answer['stale_devices']} stale" if answer["stale_devices"] else ""
+    stale = f", {answer.stale_devices} stale" if answer.stale_devices else ""
     yield Text(
-        f"{units.counted(answer['devices'], 'device')}{stale}, {units.counted(answer['processes'], 'process')} "
-        f"that matter, {units.count(answer['series'])} series"
+        f"{units.counted(answer.devices, 'device')}{stale}, {units.counted(answer.processes, 'process')} "
+        f"that matter, {units.count(answer.series)} series"
     )
-    history = answer["history"]
+    history = answer.history
     lost = f", {history['lost_ticks']:.0f} ticks lost" if history.get("lost_ticks") else ""
     yield Text(f"History: {units.size(int(history.get('bytes', 0)))} on disk{lost}")
-    if answer["history_trouble"]:
-        yield from paragraph(f"  in memory alone: {answer['history_trouble']}", width)
-    for name, trouble in answer["publishers"].items():
+    if answer.history_trouble:
+        yield from paragraph(f"  in memory alone: {answer.history_trouble}", width)
+    for name, trouble in answer.publishers.items():
         yield from paragraph(f"{name}: {trouble or 'publishes'}", width)
     yield from heading("Collectors", "period, time of the last run", width)
     columns = [
@@ -82,22 +95,22 @@ def status(answer: ShownStatus, width: int) -> Iterator[Text]:
     ]
     rows = [
         [
-            harmless(state["name"]), f"{state['period_seconds']:g} s",
-            units.duration(int(state["seconds"] * 1e9)) if state["runs"] else _NONE,
-            units.count(state["runs"]), units.count(sum(state["failures"].values())),
+            harmless(state.name), f"{state.period_seconds:g} s",
+            units.duration(int(state.seconds * 1e9)) if state.runs else _NONE,
+            units.count(state.runs), units.count(sum(state.failures.values())),
         ]
-        for state in answer["collectors"]
+        for state in answer.collectors
     ]  # fmt: skip
-    yield from lines(columns, rows, ("", lambda row, left: _cut(answer["collectors"][row]["trouble"], left)), width)
+    yield from lines(columns, rows, ("", lambda row, left: _cut(answer.collectors[row].trouble, left)), width)
 
 
-def processes(answer: ShownProcesses, devices: Sequence[ShownDevice], width: int) -> Iterator[Text]:
+def processes(answer: ProcessesAnswer, devices: Sequence[DeviceAnswer], width: int) -> Iterator[Text]:
     """Processes that matter, with owner, devices and step rate."""
-    if not answer["processes"]:
-        of_whom = " of yours" if answer["hidden"] else ""
+    if not answer.processes:
+        of_whom = " of yours" if answer.hidden else ""
         yield from paragraph(f"No process{of_whom} uses a device, runs a framework, or belongs to a job.", width)
-    index = {device["uuid"]: device["index"] for device in devices}
-    rows = sorted(answer["processes"], key=lambda row: (row["owner"]["job"], row["owner"]["rank"] or 0, row["pid"]))
+    index = {device.uuid: device.index for device in devices}
+    rows = sorted(answer.processes, key=lambda row: (row.owner.job, row.owner.rank or 0, row.pid))
     columns = [
         TextColumn("pid"), TextColumn("user", right=False), TextColumn("job", right=False), TextColumn("rank"),
         TextColumn("framework", right=False), TextColumn("GPUs", right=False), TextColumn("memory"),
@@ -106,23 +119,19 @@ def processes(answer: ShownProcesses, devices: Sequence[ShownDevice], width: int
     cells: list[list[Cell]] = []
     calls: list[str] = []
     for row in rows:
-        owner = row["owner"]
-        rank = (
-            _NONE
-            if owner["rank"] is None
-            else f"{owner['rank']}" + (f"/{owner['world_size']}" if owner["world_size"] else "")
-        )
-        memory = _value(row["values"], "process_memory_bytes")
-        framework = f"{owner['framework']} {owner['framework_version']}".strip()
-        pace: Cell = _NONE if row["steps_per_second"] is None else f"{row['steps_per_second']:.3g}"
-        if (since_ns := row["hung_since_ns"]) is not None:
+        owner = row.owner
+        rank = _NONE if owner.rank is None else f"{owner.rank}" + (f"/{owner.world_size}" if owner.world_size else "")
+        memory = _value(row.values, "process_memory_bytes")
+        framework = f"{owner.framework} {owner.framework_version}".strip()
+        pace: Cell = _NONE if row.steps_per_second is None else f"{row.steps_per_second:.3g}"
+        if (since_ns := row.hung_since_ns) is not None:
             pace = Text(f"hangs {units.duration(max(time.time_ns() - since_ns, 0))}", SEVERITY["error"][1])
         # Without the directory of its program, which would fill a narrow terminal.
-        program, blank, words = row["command"].partition(" ")
-        calls.append(f"{program.rpartition('/')[2]}{blank}{words}" if program else str(row["unreadable"]))
+        program, blank, words = row.command.partition(" ")
+        calls.append(f"{program.rpartition('/')[2]}{blank}{words}" if program else str(row.unreadable))
         cells.append([
-            str(row["pid"]), _cut(owner["user"] or str(row["uid"]), 12), _cut(owner["job"] or _NONE, width // 5), rank,
-            _cut(framework or _NONE, 20), ",".join(index.get(uuid, uuid[:8]) for uuid in row["devices"]) or _NONE,
+            str(row.pid), _cut(owner.user or str(row.uid), 12), _cut(owner.job or _NONE, width // 5), rank,
+            _cut(framework or _NONE, 20), ",".join(index.get(uuid, uuid[:8]) for uuid in row.devices) or _NONE,
             _NONE if memory is None else units.size(int(memory)),
             pace,
         ])  # fmt: skip
@@ -134,13 +143,13 @@ def processes(answer: ShownProcesses, devices: Sequence[ShownDevice], width: int
             ("command", lambda row, left: _cut(calls[row], left)),
             width,
         )
-    if answer["hidden"]:
+    if answer.hidden:
         yield from paragraph(
-            f"{units.counted(answer['hidden'], 'process')} of other users are not shown; root sees them.", width, DIM
+            f"{units.counted(answer.hidden, 'process')} of other users are not shown; root sees them.", width, DIM
         )
 
 
-def events(happened: Sequence[ShownEvent], width: int) -> Iterator[Text]:
+def events(happened: Sequence[EventAnswer], width: int) -> Iterator[Text]:
     """A line for each event: when, of which job or device, what."""
     if not happened:
         yield Text("Nothing happened in this time.")
@@ -148,16 +157,16 @@ def events(happened: Sequence[ShownEvent], width: int) -> Iterator[Text]:
     columns = [TextColumn("at", right=False), TextColumn("job or device", right=False)]
     cells: list[list[Cell]] = [
         [
-            dt.datetime.fromtimestamp(event["at_ns"] / 1e9, tz=dt.timezone.utc).astimezone().strftime("%d %b %H:%M:%S"),
-            _cut(event["job"] or event["device"] or _NONE, 24),
+            dt.datetime.fromtimestamp(event.at_ns / 1e9, tz=dt.timezone.utc).astimezone().strftime("%d %b %H:%M:%S"),
+            _cut(event.job or event.device or _NONE, 24),
         ]
         for event in happened
     ]
 
     def what(row: int, left: int) -> Text:
         event = happened[row]
-        code = "" if event["code"] is None else f" {event['code']}"
-        return Text(_cut(f"{event['kind']}{code}: {event['text']}", left))
+        code = "" if event.code is None else f" {event.code}"
+        return Text(_cut(f"{event.kind}{code}: {event.text}", left))
 
     yield from heading("Events", "oldest first", width)
     yield from lines(columns, cells, ("", what), width)
@@ -165,41 +174,41 @@ def events(happened: Sequence[ShownEvent], width: int) -> Iterator[Text]:
 
 def top(picture: HostPicture, width: int) -> Iterator[Text]:
     """Host, devices and processes as they are now."""
-    state, host = picture["status"], picture["host"]
-    yield Text.assemble((harmless(state["host"]), "bold"), f"  {_clock(state['now_ns'])}")
-    if host["cpu"] is not None:
-        yield Text.assemble(" processors ", _bar(host["cpu"]), f" {units.per_cent(host['cpu'])} % busy")
-    if host["memory"] is not None:
-        used, whole = host["memory"]
+    state, host = picture.status, picture.host
+    yield Text.assemble((harmless(state.host), "bold"), f"  {_clock(state.now_ns)}")
+    if host.cpu is not None:
+        yield Text.assemble(" processors ", _bar(host.cpu), f" {units.per_cent(host.cpu)} % busy")
+    if host.memory is not None:
+        used, whole = host.memory
         yield Text.assemble(" memory     ", _bar(used / whole), f" {units.size(int(used))} of {units.size(int(whole))}")
-    devices = picture["devices"]["devices"]
+    devices = picture.devices.devices
     if devices:
-        models = Counter(device["model"] for device in devices)
+        models = Counter(device.model for device in devices)
         yield from heading("Devices", ", ".join(f"{number} x {model}" for model, number in models.items()), width)
         yield from _device_lines(devices, width)
         yield from paragraph("None of busy, SM active and power alone says whether work gets done.", width, DIM)
     yield from heading("Processes", "", width)
-    yield from processes(picture["processes"], devices, width)
+    yield from processes(picture.processes, devices, width)
 
 
-def _device_lines(devices: Sequence[ShownDevice], width: int) -> Iterator[Text]:
+def _device_lines(devices: Sequence[DeviceAnswer], width: int) -> Iterator[Text]:
     columns = [
         TextColumn("GPU"), TextColumn("busy", right=False), TextColumn("SM active"),
         TextColumn("memory"), TextColumn("power"), TextColumn("FLOP/s"),
     ]  # fmt: skip
     cells: list[list[Cell]] = []
     for device in devices:
-        values = device["values"]
+        values = device.values
         busy, active = _value(values, "gpu_busy_ratio"), _value(values, "gpu_sm_active_ratio")
         memory, power = _value(values, "gpu_memory_used_bytes"), _value(values, "gpu_power_watts")
-        rates = [value for value in values if value["metric"] == f"{PREFIX}gpu_flops"]
-        bounds = [[value["value"] for value in rates if value["labels"]["bound"] == bound] for bound in ("low", "high")]
+        rates = [value for value in values if value.metric == f"{PREFIX}gpu_flops"]
+        bounds = [[value.value for value in rates if value.labels["bound"] == bound] for bound in ("low", "high")]
         rate = _NONE
         if bounds[0] and bounds[1]:
             low, high = bounds[0][0], bounds[1][0]
             rate = units.flop_rate(low) if low == high else f"{low / 1e12:.3g} – {units.flop_rate(high)}"
         cells.append([
-            device["index"],
+            device.index,
             Text(_NONE) if busy is None else Text.assemble(_bar(busy), f" {units.per_cent(busy):>5} %"),
             _NONE if active is None else f"{units.per_cent(active)} %",
             _NONE if memory is None else units.size(int(memory)), _NONE if power is None else f"{power:.0f} W", rate,
@@ -207,15 +216,15 @@ def _device_lines(devices: Sequence[ShownDevice], width: int) -> Iterator[Text]:
 
     def remark(row: int, left: int) -> Text:
         """Why it is stale, else whose it is."""
-        stale = devices[row]["stale"]
-        return Text(_cut(stale or ", ".join(devices[row]["jobs"]), left), "red" if stale else "")
+        stale = devices[row].stale
+        return Text(_cut(stale or ", ".join(devices[row].jobs), left), "red" if stale else "")
 
     yield from lines(columns, cells, ("", remark), width)
 
 
-def host_values(client: AgentClient) -> NowAnswer:
+def host_values(client: AgentClient) -> HostValues:
     """Busy share of processors and used memory, from the last minute."""
-    result: NowAnswer = {"cpu": None, "memory": None}
+    cpu = memory = None
     rates = {
         series["labels"]["mode"]: series["values"][-1]
         for series in client.get("query", metric="host_cpu_seconds_total", since="60s")["series"]
@@ -223,18 +232,18 @@ def host_values(client: AgentClient) -> NowAnswer:
     }
     if rates and sum(rates.values()):
         idle = rates.get("idle", 0.0) + rates.get("iowait", 0.0)
-        result["cpu"] = 1 - idle / sum(rates.values())
+        cpu = 1 - idle / sum(rates.values())
     states = {
         series["labels"]["state"]: series["values"][-1]
         for series in client.get("query", metric="host_memory_bytes", since="60s")["series"]
         if series["values"]
     }
     if states:
-        result["memory"] = states.get("used", 0.0), sum(states.values())
-    return result
+        memory = states.get("used", 0.0), sum(states.values())
+    return HostValues(cpu, memory)
 
 
-def query(answer: ShownHistory, index: Mapping[str, str], width: int) -> Iterator[Text]:
+def query(answer: QueryAnswer, index: Mapping[str, str], width: int) -> Iterator[Text]:
     """A line for each series: what it is of, its last value, its range, its curve.
 
     Args:
@@ -242,19 +251,19 @@ def query(answer: ShownHistory, index: Mapping[str, str], width: int) -> Iterato
         index: Identity of a device -> its number on this host.
         width: Of the terminal.
     """
-    series = [curve for curve in answer["series"] if curve["values"]]
-    first, last = answer["since_ns"], answer["until_ns"]
+    series = [curve for curve in answer.series if curve.values]
+    first, last = answer.since_ns, answer.until_ns
     if series:
-        first, last = min(curve["times_ns"][0] for curve in series), max(curve["times_ns"][-1] for curve in series)
-    unit = f"  {answer['unit']}" if answer["unit"] else ""
-    yield Text.assemble((answer["metric"], "bold"), (f"{unit}, {_clock(first)} to {_clock(last)}", DIM))
+        first, last = min(curve.times_ns[0] for curve in series), max(curve.times_ns[-1] for curve in series)
+    unit = f"  {answer.unit}" if answer.unit else ""
+    yield Text.assemble((answer.metric, "bold"), (f"{unit}, {_clock(first)} to {_clock(last)}", DIM))
     if not series:
         yield from paragraph(
             "Nothing that you may see is known of it in this time; `traceloom agent doctor` says what does not work.",
             width,
         )
         return
-    labels = list(dict.fromkeys(label for curve in series for label in curve["labels"]))
+    labels = list(dict.fromkeys(label for curve in series for label in curve.labels))
     room = max(8, min(40, (width - 45) // max(len(labels), 1)))  # the other columns, and a curve that can be seen
     columns = [
         *(TextColumn(label, right=False) for label in labels),
@@ -267,16 +276,13 @@ def query(answer: ShownHistory, index: Mapping[str, str], width: int) -> Iterato
             *(
                 f"GPU {harmless(index[value])}" if label == "device" and value in index else _cut(value or _NONE, room)
                 for label in labels
-                for value in [curve["labels"].get(label, "")]
+                for value in [curve.labels.get(label, "")]
             ),
-            *(
-                _written(value, answer["unit"])
-                for value in (curve["values"][-1], min(curve["values"]), max(curve["values"]))
-            ),
+            *(_written(value, answer.unit) for value in (curve.values[-1], min(curve.values), max(curve.values))),
         ]
         for curve in series
     ]
-    longest = min(60, max(len(curve["values"]) for curve in series))
+    longest = min(60, max(len(curve.values) for curve in series))
     yield from lines(
         columns,
         cells,
@@ -306,14 +312,14 @@ def metrics_document() -> list[dict[str, object]]:
     ]
 
 
-def learned(answer: ShownTrace) -> Iterator[Text]:
+def learned(answer: TraceAnswer) -> Iterator[Text]:
     """What a trace tells of its job, and which metrics that makes possible."""
-    yield Text(f"A step of job {answer['job']}, as its trace shows it (mean of its processes):")
-    mix, total = answer["dtype_mix"], sum(answer["dtype_mix"].values())
+    yield Text(f"A step of job {answer.job}, as its trace shows it (mean of its processes):")
+    mix, total = answer.dtype_mix, sum(answer.dtype_mix.values())
     types = ", ".join(
         f"{kind} {flops / total:.0%}" for kind, flops in sorted(mix.items(), key=itemgetter(1), reverse=True)
     )
-    flops, roofline, copied = answer["flops_per_step"], answer["roofline_ratio"], answer["copied_bytes_per_step"]
+    flops, roofline, copied = answer.flops_per_step, answer.roofline_ratio, answer.copied_bytes_per_step
     size = None if copied is None else units.size(int(copied))
     facts = (
         ("FLOPs", None if flops is None else units.flops(flops), "job_flops_error_ratio"),
@@ -327,37 +333,37 @@ def learned(answer: ShownTrace) -> Iterator[Text]:
         yield Text("FLOPs are counted from shapes of tensors: traceloom trace --shapes, or traceloom record.", DIM)
 
 
-def stacks(answer: ShownStacks, width: int, *, native: bool) -> Iterator[Text]:
+def stacks(answer: StacksAnswer, width: int, *, native: bool) -> Iterator[Text]:
     """Where the ranks are in a sentence, then each group of equal stacks, from the outermost call to the innermost."""
-    yield from paragraph(answer["sentence"], width, "bold")
+    yield from paragraph(answer.sentence, width, "bold")
     titles = {"rank": "Main threads", "worker": "Other processes of the job", "thread": "Other threads"}
-    for role, groups in groupby(answer["groups"], key=itemgetter("role")):
+    for role, groups in groupby(answer.groups, key=attrgetter("role")):
         yield from heading(titles[role], "from the outermost call to the innermost", width)
         for group in groups:
-            ranks, pids = numbers(group["ranks"]), numbers(group["pids"])
-            who = f"{'rank' if len(group['ranks']) == 1 else 'ranks'} {ranks}" if ranks else ""
+            ranks, pids = numbers(group.ranks), numbers(group.pids)
+            who = f"{'rank' if len(group.ranks) == 1 else 'ranks'} {ranks}" if ranks else ""
             who = f"process {pids} of {who}" if who and role == "worker" else who or f"process {pids}"
             calls = " > ".join(
                 function if line else function.partition("<")[0]  # templates of C++ fill pages
-                for function, _, line in group["frames"]
+                for function, _, line in group.frames
                 if function != "<module>" and not function.startswith("pybind11::")
             )
-            innermost = next(((file, line) for _, file, line in reversed(group["frames"]) if line), None)
+            innermost = next(((file, line) for _, file, line in reversed(group.frames) if line), None)
             where = f" ({PurePosixPath(innermost[0]).name}:{innermost[1]})" if innermost else ""
-            thread = f" {harmless(group['thread'])}" if group["thread"] else ""
+            thread = f" {harmless(group.thread)}" if group.thread else ""
             text = f"{calls or 'no call that can be seen'}{where}"
-            yield from paragraph(f"{who}{thread}: {text}", width, SEVERITY["warning"][1] if group["elsewhere"] else "")
-    if not native and any(group["elsewhere"] for group in answer["groups"]):
+            yield from paragraph(f"{who}{thread}: {text}", width, SEVERITY["warning"][1] if group.elsewhere else "")
+    if not native and any(group.elsewhere for group in answer.groups):
         yield from paragraph(
             "A wait inside C++ (work.wait(), backward) looks like the Python that called it; --native tells which.",
             width, DIM,
         )  # fmt: skip
 
 
-def hangs(answer: ShownHangs, width: int) -> Iterator[Text]:
+def hangs(answer: HangsAnswer, width: int) -> Iterator[Text]:
     """Each hang: of which job, since when, what became of it, whom the others wait for, where its bundle is."""
-    if not answer["hangs"]:
-        watched = answer["watched"]
+    if not answer.hangs:
+        watched = answer.watched
         text = f"No job of yours hangs; steps are known of {units.counted(len(watched), 'job')}."
         yield from paragraph(text if watched else "No job of yours hangs, as far as is known.", width)
         if not watched:
@@ -366,16 +372,16 @@ def hangs(answer: ShownHangs, width: int) -> Iterator[Text]:
                 width,
                 DIM,
             )
-    for hang in answer["hangs"]:
-        lasted = None if hang["over_ns"] is None else units.duration(max(hang["over_ns"] - hang["since_ns"], 0))
+    for hang in answer.hangs:
+        lasted = None if hang.over_ns is None else units.duration(max(hang.over_ns - hang.since_ns, 0))
         became = {
             "hangs": "hangs", "recovered": f"went on after {lasted}", "ended": f"ended after {lasted}",
             "unknown": "hung when the host or the agent ended",
-        }[hang["state"]]  # fmt: skip
-        style = SEVERITY["error"][1] if hang["state"] == "hangs" else DIM
-        yield Text.assemble((harmless(hang["job"]), "bold"), f"  since {_clock(hang['since_ns'])}  ", (became, style))
-        yield from paragraph(hang["sentence"] or "its processes are being looked at", width, indent=2)
-        yield from paragraph(hang["directory"] or f"no bundle: {hang['no_bundle'] or 'not yet'}", width, DIM, indent=2)
+        }[hang.state]  # fmt: skip
+        style = SEVERITY["error"][1] if hang.state == "hangs" else DIM
+        yield Text.assemble((harmless(hang.job), "bold"), f"  since {_clock(hang.since_ns)}  ", (became, style))
+        yield from paragraph(hang.sentence or "its processes are being looked at", width, indent=2)
+        yield from paragraph(hang.directory or f"no bundle: {hang.no_bundle or 'not yet'}", width, DIM, indent=2)
 
 
 EXAMPLE_RULES = """\
@@ -390,62 +396,60 @@ ranks_by = "waits"
 """
 
 
-def triggers(answer: ShownTriggers, width: int) -> Iterator[Text]:
+def triggers(answer: TriggersAnswer, width: int) -> Iterator[Text]:
     """Rules, what they did last, why they were refused, and what they may still cost."""
-    if not answer["rules"]:
+    if not answer.rules:
         yield Text("No triggers: nothing is traced unasked. A rule for agent.toml, to begin with:")
         yield Text("")
         yield from (Text(f"  {line}") for line in EXAMPLE_RULES.splitlines())
         yield Text("")
         yield from paragraph("It counts when the agent is started again. More: docs/how-to/triggers.md", width, DIM)
         return
-    left, whole, share = units.size(answer["bytes_left"]), units.size(answer["bytes_per_day"]), answer["share"]
+    left, whole, share = units.size(answer.bytes_left), units.size(answer.bytes_per_day), answer.share
     yield from paragraph(
         f"{left} of {whole} a day are left; a process is traced for at most {units.per_cent(share)} % of its time.",
         width,
     )
-    if answer["trouble"]:
-        yield from paragraph(f"What was spent is in memory alone: {answer['trouble']}", width, SEVERITY["warning"][1])
-    for rule in answer["rules"]:
-        yield from heading(harmless(rule["name"]), f"{rule['on']}, traces {rule['target']}", width)
-        cost = f"{units.duration(int(rule['traced_seconds'] * 1e9))} traced, {units.size(rule['kept_bytes'])} kept"
-        yield Text(f"  {units.counted(rule['fired'], 'request')}" + (f": {cost}" if rule["fired"] else ""))
-        if last := rule["last"]:
+    if answer.trouble:
+        yield from paragraph(f"What was spent is in memory alone: {answer.trouble}", width, SEVERITY["warning"][1])
+    for rule in answer.rules:
+        yield from heading(harmless(rule.name), f"{rule.on}, traces {rule.target}", width)
+        cost = f"{units.duration(int(rule.traced_seconds * 1e9))} traced, {units.size(rule.kept_bytes)} kept"
+        yield Text(f"  {units.counted(rule.fired, 'request')}" + (f": {cost}" if rule.fired else ""))
+        if last := rule.last:
             yield from paragraph(
-                f"last {_clock(last['at_ns'])}, request {last['request']}, {last['target']}: {last['what']}",
+                f"last {_clock(last.at_ns)}, request {last.request}, {last.target}: {last.what}",
                 width,
                 indent=2,
             )
-        if rule["refusals"]:
-            reasons = ", ".join(
-                f"{units.count(number)} {reason}" for reason, number in sorted(rule["refusals"].items())
-            )
+        if rule.refusals:
+            reasons = ", ".join(f"{units.count(number)} {reason}" for reason, number in sorted(rule.refusals.items()))
             yield from paragraph(f"refused: {reasons}", width, indent=2)
-        if refusal := rule["last_refusal"]:
-            when, why = _clock(refusal["at_ns"]), f"{refusal['detail']} ({refusal['reason']})"
-            yield from paragraph(f"last refusal {when}, {refusal['target']}: {why}", width, DIM, indent=2)
-        if rule["trouble"]:
+        if refusal := rule.last_refusal:
+            when, why = _clock(refusal.at_ns), f"{refusal.detail} ({refusal.reason})"
+            yield from paragraph(f"last refusal {when}, {refusal.target}: {why}", width, DIM, indent=2)
+        if rule.trouble:
             yield from paragraph(
-                f"as things are it cannot fire: {rule['trouble']}", width, SEVERITY["warning"][1], indent=2
+                f"as things are it cannot fire: {rule.trouble}", width, SEVERITY["warning"][1], indent=2
             )
 
 
-def doctor(answer: ShownDoctor, width: int, *, running: bool) -> Iterator[Text]:
+def doctor(answer: DoctorAnswer, width: int, *, running: bool) -> Iterator[Text]:
     """What works, what not, why, and what would help."""
-    number = Counter[str](check["works"] for check in answer["checks"])
+    number = Counter[str](check.works for check in answer.checks)
     parts = [f"{number[works]} {words}" for works, (words, _, _) in _WORKS.items() if number[works]]
-    yield from paragraph(f"Of {units.counted(len(answer['checks']), 'thing')}, {', '.join(parts)}.", width, "bold")
+    yield from paragraph(f"Of {units.counted(len(answer.checks), 'thing')}, {', '.join(parts)}.", width, "bold")
     if not running:
         yield from paragraph("No agent runs; this is what one would have, run by you: traceloom agent run", width, DIM)
-    checks = sorted(answer["checks"], key=lambda check: (*_AREAS, check["area"]).index(check["area"]))
-    for area, of_area in groupby(checks, key=itemgetter("area")):
+    checks = sorted(answer.checks, key=lambda check: (*_AREAS, check.area).index(check.area))
+    for area, of_area in groupby(checks, key=attrgetter("area")):
         yield from heading(area, "", width)
         for check in of_area:
-            _, mark, style = _WORKS[check["works"]]
-            yield Text.assemble(" ", (mark, style), f" {harmless(check['name'])}")
-            yield from paragraph(check["why"], width, DIM, indent=3)
-            if check["help"]:
-                yield from paragraph(f"→ {check['help']}", width, indent=3)
+            _, mark, style = _WORKS[check.works]
+            yield Text.assemble(" ", (mark, style), f" {harmless(check.name)}")
+            yield from paragraph(check.why, width, DIM, indent=3)
+            if check.help:
+                yield from paragraph(f"→ {check.help}", width, indent=3)
 
 
 def _clock(at_ns: int) -> str:
@@ -454,8 +458,8 @@ def _clock(at_ns: int) -> str:
     return at.strftime("%H:%M:%S" if at.date() == now.date() else "%Y-%m-%d %H:%M:%S")
 
 
-def _value(values: Sequence[ShownValue], metric: str) -> float | None:
-    return next((value["value"] for value in values if value["metric"] == PREFIX + metric), None)
+def _value(values: Sequence[ValueAnswer], metric: str) -> float | None:
+    return next((value.value for value in values if value.metric == PREFIX + metric), None)
 
 
 def _written(value: float, unit: str) -> str:
@@ -468,12 +472,12 @@ def _written(value: float, unit: str) -> str:
     return f"{value:.4g}"
 
 
-def _curve(curve: ShownSeries, first_ns: int, last_ns: int, width: int) -> str:
+def _curve(curve: SeriesAnswer, first_ns: int, last_ns: int, width: int) -> str:
     """Means over equal times, from the least to the greatest; blank where nothing is known.
 
     The curves of an answer have one axis of time; values that are all equal are a line along the bottom.
     """
-    times, values = curve["times_ns"], curve["values"]
+    times, values = curve.times_ns, curve.values
     if width <= 0:
         return ""
     parts: list[list[float]] = [[] for _ in range(width)]

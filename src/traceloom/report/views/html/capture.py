@@ -1,6 +1,6 @@
 """How the run was recorded: the command, the machines, what it cost, and the wall time of every step of the run.
 
-`capture.json` may have been written by another version or by hand: whatever is missing or of another kind is left out.
+`capture.json` may have been written by hand: whatever is missing or of another kind is left out.
 """
 
 from __future__ import annotations
