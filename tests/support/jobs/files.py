@@ -100,7 +100,7 @@ def _entry(run: Run, rank: do.Rank, name: str, ending: str, *, host: bool) -> di
     first, last = min(span.start for span in spans), max(span.end for span in spans)
     file = f"{name}.kineto{ending}"
     return {
-        "rank": rank.rank, "world_size": len(run.ranks), "name": name, "host": rank.clock.host,
+        "rank": rank.rank, "world_size": len(run.ranks), "job": "made" if len(run.ranks) > 1 else None, "name": name, "host": rank.clock.host,
         "process": 4000 + rank.rank,
         "groups": [
             {"name": group.name, "description": group.description, "backend": "nccl", "ranks": list(group.ranks)}

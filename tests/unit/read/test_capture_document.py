@@ -77,7 +77,7 @@ def test_a_whole_document_is_taken_as_it_is(tmp_path):
     assert capture_document.decode(text, "capture.json") == (json.loads(text), [])
 
 
-@pytest.mark.parametrize("version", [0, 2, "1", None])
+@pytest.mark.parametrize("version", [0, 2, "1", None, 10**30])
 @pytest.mark.parametrize("name", ["capture.json", "rank0.capture.json"])
 def test_another_version_is_refused(tmp_path, version, name):
     folder = FORMATS["capture"](tmp_path)

@@ -105,7 +105,7 @@ def test_a_timeline_has_a_curve_and_a_peak_by_category(tmp_path: Path) -> None:
 def _report(path: Path, **changes: Any) -> Path:
     live = [
         (1, 4000, "parameter", "Net.fc.weight"), (2, 8000, "optimizer_state", "Adam.exp_avg of Net.fc.weight"),
-        (3, 60_000, "other", "kept for backward by ReluBackward0"), (4, 20_000, "other", "Tensor [5000]"),
+        (3, 60_000, "activation", "kept for backward by ReluBackward0"), (4, 20_000, "other", "Tensor [5000]"),
     ]  # fmt: skip
     document = {
         "format": "traceloom-out-of-memory", "version": 1, "time_ns": 5, "step": 7, "asked_bytes": 10_000,
