@@ -52,8 +52,6 @@ VERBS = {
     "completion": "print what makes a shell complete verbs and options",
 }
 
-SPELLINGS = {"anonymise": "anonymize"}
-
 OVERVIEW = f"""\
 usage: traceloom VERB ...
 
@@ -186,7 +184,6 @@ def _ours(arguments: list[str]) -> list[str]:
 
 
 def _dispatch(arguments: list[str]) -> int:
-    arguments = [SPELLINGS.get(word, word) for word in arguments[:1]] + arguments[1:]
     first = next((argument for argument in arguments if argument != "--debug"), "--help")
     if first in {"-h", "--help", "help"}:
         print(OVERVIEW, end="")

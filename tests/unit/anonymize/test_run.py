@@ -321,7 +321,7 @@ def test_a_recorded_run_stays_a_recorded_run(run: Anonymise, tmp_path: Path) -> 
 def test_the_command_prints_both_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sources = [str(path) for path in ranks(tmp_path / "in")]
     out, key = tmp_path / "out", tmp_path / "secret.key"
-    assert main(["anonymise", *sources, "-o", str(out), "--key", str(key), "--map", str(tmp_path / "map.json")]) == 0
+    assert main(["anonymize", *sources, "-o", str(out), "--key", str(key), "--map", str(tmp_path / "map.json")]) == 0
     said = capsys.readouterr().out
     for words in ("Utility: what the analyses say", "equal    critical path", "equal    re-timing", "Leaks: distinct texts",
                   "keep it to yourself", "do not share it", f"traceloom report {out}"):  # fmt: skip

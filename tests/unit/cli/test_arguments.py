@@ -196,10 +196,3 @@ def test_a_verb_without_its_arguments_says_which_it_needs(verb: str) -> None:
     first, *_, last = err.getvalue().decode().splitlines()
     assert "required" in first or "needs" in first
     assert last.startswith("see traceloom explain wrong-usage")
-
-
-@pytest.mark.parametrize("spelling", ["anonymise", "anonymize"])
-def test_both_spellings_of_a_verb_are_the_same(spelling: str) -> None:
-    with captured() as (out, _):
-        assert main([spelling, "--help"]) == 0
-    assert b"usage: traceloom anonymize" in out.getvalue()
