@@ -8,11 +8,11 @@ JOBS ?= 2
 CASES ?= 20000
 SEED ?= 1
 
-.PHONY: help demo test ecosystem fuzz lowest lint format bench docs pictures clean
+.PHONY: help demo test ecosystem fuzz lowest lint format bench gpu-proof docs pictures clean
 .DEFAULT_GOAL := help
 
 help: ## Show what can be made
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1	/'
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1	/'
 
 # pip >= 25.1 understands dependency groups.
 $(VENV)/.pip:
@@ -85,6 +85,9 @@ bench: $(VENV)/.test ## Measure reading, analyses, recording, linking and Chakra
 	$(BIN)/python benchmarks/chakra.py
 	$(BIN)/python benchmarks/memory.py
 
+gpu-proof: $(VENV)/.test ## Check recordings on this machine's GPUs against independent measurements, in at most ten minutes
+	$(BIN)/python scripts/gpu_proof.py
+
 docs: $(VENV)/.docs ## Build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "Wrote site/index.html"
@@ -93,4 +96,4 @@ pictures: $(VENV)/.test demo ## Take the pictures of the documentation anew, of 
 	PYTHONPATH=tests $(BIN)/python scripts/pictures.py
 
 clean: ## Remove what was made
-	rm -rf $(VENV) .venv-lowest demo site build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-lowest demo gpu-proof site build dist .pytest_cache .mypy_cache .ruff_cache
