@@ -10,7 +10,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -214,15 +214,18 @@ def _run(args: argparse.Namespace) -> int:
 
 def _answer(args: argparse.Namespace) -> int:
     """What the agent answers where route, action and view have one name."""
-    from traceloom.agent.http import answers as forms
+    from traceloom.agent.http.answers import HangsAnswer, HttpAnswer, StatusAnswer, TriggersAnswer
     from traceloom.cli import agent_views as views
 
-    kinds: dict[str, type[forms.HttpAnswer]] = {
-        "status": forms.StatusAnswer, "hangs": forms.HangsAnswer, "triggers": forms.TriggersAnswer
-    }  # fmt: skip
+    rendered: dict[str, tuple[type[HttpAnswer], Callable[[Any, int], Iterator[Text]]]] = {
+        "status": (StatusAnswer, views.status),
+        "hangs": (HangsAnswer, views.hangs),
+        "triggers": (TriggersAnswer, views.triggers),
+    }
     answer = client_of(args).get(args.action, **({"job": args.job} if "job" in args and args.job else {}))
-    read = _read(answer, kinds[args.action])
-    return _shown(args, answer, lambda width: getattr(views, args.action)(read, width))
+    kind, render = rendered[args.action]
+    read = _read(answer, kind)
+    return _shown(args, answer, lambda width: render(read, width))
 
 
 def _read(answer: Any, kind: type[T]) -> T:
