@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +24,26 @@ from traceloom.simulate.selection import Chosen
 
 ALLOWED = 0.10  # of what the fault costs
 UNREAL = 0.02  # of a step: what a finding of a clean job may not exceed
-CASES = {planted.fault: planted for planted in itertools.chain(single_rank(), several_ranks())}
-CLEAN = clean_jobs()
+FAULTS = (
+    "slow loader", "sleep", "Python in the loop", "collection", "synchronisation", "item", "pageable copy",
+    "value at the end of a step", "Python beside a thread that waits", "launches", "recomputation",
+    "recomputation by a busy host", "slow rank", "late host", "late loader", "slow link", "slow link of one group",
+    "synchronisation per pass", "unequal tokens", "large shard", "exposed collectives", "bubbles", "bubbles of GPipe",
+)  # fmt: skip
+CLEAN = (
+    "one process", "several streams", "a loader in time", "data parallel", "ranks that never meet",
+    "a copy of a hundredth", "two ranks",
+)  # fmt: skip
+
+
+@cache
+def cases() -> dict[str, Planted]:
+    return {planted.fault: planted for planted in itertools.chain(single_rank(), several_ranks())}
+
+
+def test_every_planted_fault_and_clean_job_is_tried() -> None:
+    assert set(cases()) == set(FAULTS)
+    assert set(clean_jobs()) == set(CLEAN)
 
 
 def loaded(planted: Planted, folder: Path) -> Session:
@@ -43,10 +62,10 @@ SELDOM = ("Python in the loop", "recomputation by a busy host", "slow link of on
 
 
 @pytest.mark.parametrize(
-    "fault", [pytest.param(fault, marks=pytest.mark.thorough) if fault in SELDOM else fault for fault in CASES]
+    "fault", [pytest.param(fault, marks=pytest.mark.thorough) if fault in SELDOM else fault for fault in FAULTS]
 )
 def test_a_planted_fault_is_found_first_with_what_leaving_it_out_saves(fault: str, tmp_path: Path) -> None:
-    planted = CASES[fault]
+    planted = cases()[fault]
     session = loaded(planted, tmp_path)
     found = findings(session)
     sums_hold(found, Context.of(session).whole_ns)
@@ -57,13 +76,13 @@ def test_a_planted_fault_is_found_first_with_what_leaving_it_out_saves(fault: st
 
 @pytest.mark.parametrize("fault", ["late host", "slow rank"])
 def test_a_rank_that_comes_late_once_does_not_compute_for_longer(fault: str, tmp_path: Path) -> None:
-    first = findings(loaded(CASES[fault], tmp_path)).time[0]
+    first = findings(loaded(cases()[fault], tmp_path)).time[0]
     assert first.slug == "straggler"
     assert ("it computed longer" in first.title) == (fault == "slow rank"), first.title
 
 
 def test_a_pause_is_named_by_the_thread_that_makes_it(tmp_path: Path) -> None:
-    first = findings(loaded(CASES["Python beside a thread that waits"], tmp_path)).time[0]
+    first = findings(loaded(cases()["Python beside a thread that waits"], tmp_path)).time[0]
     assert "write_metrics" in first.title
     assert "threading.py" not in f"{first.title} {first.evidence}"
 
@@ -95,7 +114,7 @@ def test_enough_microbatches_are_not_told_to_be_more(tmp_path: Path) -> None:
 
 
 def test_a_link_as_fast_as_it_should_be_saves_what_the_job_without_its_fault_does() -> None:
-    planted = CASES["slow link"]
+    planted = cases()["slow link"]
     graph = calibrate(join([link_rank(builder.build()) for builder in planted.run.traces()]))
     neighbours = pl.col("ranks").list.max() - pl.col("ranks").list.min() == 1  # the groups of the slow link
     mask = np.zeros(graph.nodes.height, dtype=np.bool_)
@@ -106,7 +125,7 @@ def test_a_link_as_fast_as_it_should_be_saves_what_the_job_without_its_fault_doe
 
 @pytest.mark.parametrize("name", CLEAN)
 def test_a_clean_job_has_nothing_to_fix(name: str, tmp_path: Path) -> None:
-    session = traceloom.load(CLEAN[name].run().write(tmp_path / "run"))
+    session = traceloom.load(clean_jobs()[name].run().write(tmp_path / "run"))
     found = findings(session)
     sums_hold(found, Context.of(session).whole_ns)
     large = [(finding.slug, finding.saving_fraction) for finding in found.time if finding.saving_fraction > UNREAL]
@@ -138,6 +157,6 @@ def test_the_fix_of_a_rank_does_what_the_job_without_its_fault_does(fault: SlowR
     ],
 )
 def test_the_fix_of_a_step_does_what_the_job_without_its_fault_does(fault: str, text: str) -> None:
-    planted = CASES[fault]
+    planted = cases()[fault]
     graph = calibrate(join([link_rank(builder.build()) for builder in planted.run.traces()]))
     assert whatif(graph, [parse(text)]).after_ns == pytest.approx(planted.clean_run.window_ns, rel=0.02)

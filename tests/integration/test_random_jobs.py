@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,6 @@ import traceloom
 from support.jobs import Job, Recipe, training_job
 from support.jobs.at_random import (
     Changed,
-    Late,
     awaited_by_autograd,
     step_ends,
     to_change,
@@ -27,8 +27,7 @@ from traceloom.retime import Plan, calibrate
 from traceloom.simulate import parse, scenario_of
 
 COUNTS = 0.02  # of the step: smaller savings are not judged
-TO_CHANGE = list(to_change(8, seed=5))
-LATE = list(with_a_late_rank(12, seed=5))
+LATE = 12
 
 
 def linked(job: Job) -> Graph:
@@ -50,7 +49,7 @@ def off(changed: Changed) -> tuple[list[float], list[float]]:
 
 
 def test_changes_of_random_jobs_come_to_what_the_simulation_says() -> None:
-    both = [off(changed) for changed in TO_CHANGE]
+    both = [off(changed) for changed in to_change(8, seed=5)]
     times, savings = (np.array([error for job in both for error in job[side]]) for side in (0, 1))
     assert times.size > 25
     assert savings.size > 20
@@ -58,11 +57,9 @@ def test_changes_of_random_jobs_come_to_what_the_simulation_says() -> None:
     assert np.percentile(savings, 95) <= 0.10
 
 
-@pytest.mark.parametrize(
-    "number", [pytest.param(n, marks=pytest.mark.thorough) if n % 2 else n for n in range(len(LATE))]
-)
+@pytest.mark.parametrize("number", [pytest.param(n, marks=pytest.mark.thorough) if n % 2 else n for n in range(LATE)])
 def test_a_late_rank_is_told_by_what_it_costs_each_step(number: int, tmp_path: Path) -> None:
-    late: Late = LATE[number]
+    late = next(islice(with_a_late_rank(LATE, seed=5), number, None))
     session = traceloom.load(late.job.run().write(tmp_path / "run"))
     told = [
         finding for finding in findings(session).time if finding.slug in ("straggler", "host-pause", "data-starved")

@@ -7,6 +7,7 @@ import os
 import pty
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,15 +17,19 @@ for package in ("sqlalchemy", "obstore", "deltalake", "prometheus_client", "uvic
 
 from support.answering import DAYS, AnsweringService, answering  # noqa: E402
 from traceloom.cli import main  # noqa: E402
-from traceloom.testing.weeks import CHANGES, WeeksRecipe, made_weeks  # noqa: E402
+from traceloom.testing.weeks import CHANGES, Weeks, WeeksRecipe, made_weeks  # noqa: E402
 
-WEEKS = made_weeks(WeeksRecipe(captures=1))
 TIME = ["--since", DAYS["since"], "--until", DAYS["until"]]
+
+
+@cache
+def weeks() -> Weeks:
+    return made_weeks(WeeksRecipe(captures=1))
 
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AnsweringService]:
-    with answering(tmp_path_factory.mktemp("fleet"), WEEKS) as service:
+    with answering(tmp_path_factory.mktemp("fleet"), weeks()) as service:
         yield service
 
 
@@ -41,10 +46,10 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 def test_regressions_name_the_planted_kernel_and_what_to_compare(capsys: pytest.CaptureFixture[str]) -> None:
     lines = printed(capsys, "regressions", *TIME).splitlines()
-    assert lines[1].startswith(WEEKS.kernel(CHANGES[0])[:40])
+    assert lines[1].startswith(weeks().kernel(CHANGES[0])[:40])
     [compare] = [line for line in lines if line.startswith("Compare: ")]
     words = compare.split()
-    jobs = {row["capture"] for row in WEEKS.tables["captures"].to_dicts() if row["job"].startswith("recommender")}
+    jobs = {row["capture"] for row in weeks().tables["captures"].to_dicts() if row["job"].startswith("recommender")}
     assert {words[words.index("fetch") + 1]} <= jobs
     assert compare.endswith("&& traceloom diff healthy changed")
 
@@ -65,7 +70,7 @@ def test_the_tree_of_owners_has_one_sum_on_every_level(capsys: pytest.CaptureFix
         hours[depth] += _hours(line)
     assert hours[1] == pytest.approx(hours[0], abs=3.0), "each row is rounded"
     assert hours[2] == pytest.approx(hours[0], abs=3.0)
-    devices = len(WEEKS.observed.select("host", "device").unique())
+    devices = len(weeks().observed.select("host", "device").unique())
     assert hours[0] == devices * 48
 
 
@@ -78,7 +83,7 @@ def test_rules_are_tried_kept_and_listed(capsys: pytest.CaptureFixture[str], tmp
     rules.write_text('[[rule]]\nmatch = {model = "speech"}\nset = {division = "research"}\n')
     assert "Nothing is set." in printed(capsys, "owners")
     tried = printed(capsys, "owners", "set", str(rules), "--dry-run", *TIME)
-    held = sum(ms for job, ms in WEEKS.held_ms.items() if job.startswith("speech"))
+    held = sum(ms for job, ms in weeks().held_ms.items() if job.startswith("speech"))
     [line] = [line.split() for line in tried.splitlines() if line.startswith("division")]
     assert line[:3] == ["division", "unattributed", "research"]
     assert float(line[-1].replace("\u202f", "")) == pytest.approx(held / 3.6e6, rel=0.005)

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -27,9 +28,8 @@ from traceloom.agent.uplink.messages import (  # noqa: E402
 )
 from traceloom.cli import main  # noqa: E402
 from traceloom.cli.fleet import ACTIONS  # noqa: E402
-from traceloom.testing.weeks import WeeksRecipe, made_weeks  # noqa: E402
+from traceloom.testing.weeks import Weeks, WeeksRecipe, made_weeks  # noqa: E402
 
-WEEKS = made_weeks(WeeksRecipe(captures=1))
 TIME = ["--since", DAYS["since"], "--until", DAYS["until"]]
 # What each needs beside its name, so that it asks the service.
 NEEDS = {
@@ -41,9 +41,14 @@ HAVE_SOMETHING = {"report", "fetch", "token", "backfill", "check", "compact", "t
 THIN = "\u202f"
 
 
+@cache
+def weeks() -> Weeks:
+    return made_weeks(WeeksRecipe(captures=1))
+
+
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AnsweringService]:
-    with answering(tmp_path_factory.mktemp("fleet"), WEEKS) as service:
+    with answering(tmp_path_factory.mktemp("fleet"), weeks()) as service:
         yield service
 
 
@@ -200,7 +205,7 @@ def test_tables_write_numbers_and_what_is_not_known_as_pages_do(
     assert main(["fleet", "attribution", "--by", "host", *asked]) == 0
     head, whole, *_ = capsys.readouterr().out.splitlines()
     assert re.split(r"  +", head.strip())[:4] == ["Host", "Hours", "Share", "Use"]
-    devices = WEEKS.observed.select("host", "device").unique().height
+    devices = weeks().observed.select("host", "device").unique().height
     assert re.split(r"  +", whole.strip())[1].replace(THIN, "") == str(devices * 48)
 
 
@@ -210,7 +215,7 @@ def test_numbers_stand_under_each_other_at_their_end(
     assert main(["fleet", "kernels", *TIME, "--server", fleet.url, "--token-file", str(token_file)]) == 0
     lines = capsys.readouterr().out.splitlines()
     end = lines[0].index("GPU time") + len("GPU time")
-    rows = [line for line in lines[1:] if line.split()[0] in set(WEEKS.tables["kernels"]["kernel"])]
+    rows = [line for line in lines[1:] if line.split()[0] in set(weeks().tables["kernels"]["kernel"])]
     assert len(rows) == 20
     assert all(line[:end].endswith("s") and line[end : end + 2] == "  " for line in rows), "with their unit"
 

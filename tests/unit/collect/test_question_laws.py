@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from datetime import datetime, timedelta, timezone
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -22,9 +23,8 @@ from traceloom.fleet.attribution import attribution  # noqa: E402
 from traceloom.fleet.attribution_tree import tree  # noqa: E402
 from traceloom.fleet.owners import periods  # noqa: E402
 from traceloom.store.tables import Tables  # noqa: E402
-from traceloom.testing.weeks import WeeksRecipe, made_weeks  # noqa: E402
+from traceloom.testing.weeks import Weeks, WeeksRecipe, made_weeks  # noqa: E402
 
-WEEKS = made_weeks(WeeksRecipe(days=12, usage_days=3, captures=1))
 FIRST = datetime(2026, 10, 5, tzinfo=timezone.utc)
 BY_NAME = {question.name: question for question in QUESTIONS}
 # Regressions are cut into pages as all others are, and take seconds.
@@ -32,11 +32,16 @@ PAGED = [q.name for q in QUESTIONS if issubclass(q.parameters, Paged) and q.name
 ALL = {"since": "2026-10-05", "until": "2026-10-20"}
 
 
+@cache
+def weeks() -> Weeks:
+    return made_weeks(WeeksRecipe(days=12, usage_days=3, captures=1))
+
+
 @pytest.fixture(scope="module")
 def tables(tmp_path_factory: pytest.TempPathFactory) -> Tables:
     made = Tables(str(tmp_path_factory.mktemp("tables")))
     made.create()
-    fill(made, WEEKS)
+    fill(made, weeks())
     return made
 
 
@@ -124,7 +129,7 @@ def test_filters_by_each_value_part_the_whole(tables: Tables, name: str) -> None
 def test_filters_by_each_host_part_the_whole(tables: Tables) -> None:
     days = {"since": hour(0), "until": hour(48)}
     every = time_of(tables, "host", **days)
-    assert set(every) == set(WEEKS.observed["host"])
+    assert set(every) == set(weeks().observed["host"])
     for host, ms in every.items():
         assert time_of(tables, "host", host=host, **days) == {host: ms}
     captures = tables.scan("captures").collect()

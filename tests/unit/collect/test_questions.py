@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from itertools import permutations
 from pathlib import Path
 
@@ -16,16 +17,20 @@ from support.answering import DAYS, AnsweringService, answering  # noqa: E402
 from traceloom.collect.questions.asking import DAY_NS, HOUR_NS, Asking, Period  # noqa: E402
 from traceloom.collect.questions.catalogue import QUESTIONS  # noqa: E402
 from traceloom.errors import InputError  # noqa: E402
-from traceloom.testing.weeks import CHANGES, Team, WeeksRecipe, made_weeks  # noqa: E402
+from traceloom.testing.weeks import CHANGES, Team, Weeks, WeeksRecipe, made_weeks  # noqa: E402
 
 SLOW = 1
-WEEKS = made_weeks(WeeksRecipe(slow_host=SLOW, captures=1))
 USAGE = {"since": "2026-10-05", "until": "2026-10-07"}
+
+
+@cache
+def weeks() -> Weeks:
+    return made_weeks(WeeksRecipe(slow_host=SLOW, captures=1))
 
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AnsweringService]:
-    with answering(tmp_path_factory.mktemp("fleet"), WEEKS) as service:
+    with answering(tmp_path_factory.mktemp("fleet"), weeks()) as service:
         yield service
 
 
@@ -38,16 +43,16 @@ def refused(service: AnsweringService, route: str, **parameters: str) -> str:
 def test_the_planted_regression_comes_first_with_captures_of_both_sides(fleet: AnsweringService) -> None:
     answer = fleet.admin.get("regressions", **DAYS)
     first, planted = answer["changes"][0], CHANGES[0]
-    assert first["kernel"] == WEEKS.kernel(planted)
+    assert first["kernel"] == weeks().kernel(planted)
     assert (first["cause"], first["change"]) == ("code", pytest.approx(planted.factor - 1, rel=0.2))
     since = answer["since_ns"] + planted.day * DAY_NS
     assert since <= first["since_ns"] < since + DAY_NS
-    starts = {row["capture"]: row["start_ns"] for row in WEEKS.tables["captures"].to_dicts()}
+    starts = {row["capture"]: row["start_ns"] for row in weeks().tables["captures"].to_dicts()}
     assert starts[first["healthy_capture"]] < first["since_ns"] <= starts[first["capture"]]
     assert first["jobs"]
 
     history = fleet.admin.get("kernels/history", kernel=first["kernel"], shapes=first["shapes"], **DAYS)["rows"]
-    jobs = {row["job"] for row in WEEKS.tables["captures"].to_dicts() if row["job"].startswith(planted.model)}
+    jobs = {row["job"] for row in weeks().tables["captures"].to_dicts() if row["job"].startswith(planted.model)}
     assert {row["job"] for row in history} == jobs
     assert [row["start_ns"] for row in history] == sorted(row["start_ns"] for row in history)
     sides: dict[bool, list[float]] = defaultdict(list)
@@ -61,7 +66,7 @@ def test_hours_of_owners_are_exact_on_every_level_in_any_order(fleet: AnsweringS
     names = by.split("/")
     answer = fleet.admin.get("attribution", by=",".join(names), top="100", **USAGE)
     rows = {tuple(row["values"]): row for row in answer["rows"]}
-    devices = len(WEEKS.observed.select("host", "device").unique())
+    devices = len(weeks().observed.select("host", "device").unique())
     assert rows[()]["device_ms"] == devices * 2 * 24 * 3_600_000
     for depth in range(4):
         level = [row for values, row in rows.items() if len(values) == depth]
@@ -70,8 +75,8 @@ def test_hours_of_owners_are_exact_on_every_level_in_any_order(fleet: AnsweringS
         parts = [part for inner, part in rows.items() if inner[:-1] == values and inner]
         assert not parts or sum(part["device_ms"] for part in parts) == row["device_ms"]
     held: dict[str, float] = defaultdict(float)
-    divisions = {team.model: team.division or "unattributed" for team in WEEKS.recipe.teams}
-    for job, ms in WEEKS.held_ms.items():
+    divisions = {team.model: team.division or "unattributed" for team in weeks().recipe.teams}
+    for job, ms in weeks().held_ms.items():
         held["unattributed" if job.endswith("notebook") else divisions[job.partition("-")[0]]] += ms
     at = names.index("division")
     for division, ms in held.items():
@@ -103,7 +108,7 @@ def test_small_parts_stand_together_and_the_sum_stays(fleet: AnsweringService) -
 def test_filters_keep_what_they_say(fleet: AnsweringService, wanted: dict[str, str], jobs: tuple[str, ...]) -> None:
     at_host = [f"{wanted['host'].removeprefix('host0')}"] if "host" in wanted else None
     held = sum(
-        ms for job, ms in WEEKS.held_ms.items()
+        ms for job, ms in weeks().held_ms.items()
         if job.startswith(jobs) and not job.endswith("notebook") and at_host in (None, [job.split("-")[1]])
     )  # fmt: skip
     free = ("unallocated", "unreachable")
@@ -113,10 +118,10 @@ def test_filters_keep_what_they_say(fleet: AnsweringService, wanted: dict[str, s
     kernels = fleet.admin.get("kernels", top="1000", **DAYS, **wanted)["rows"]
     assert {row["kernel"].partition("_")[0] for row in kernels} == set(jobs)
     time_of = {
-        row["capture"]: row["job"] for row in WEEKS.tables["captures"].to_dicts() if row["job"].startswith(jobs)
+        row["capture"]: row["job"] for row in weeks().tables["captures"].to_dicts() if row["job"].startswith(jobs)
     }  # fmt: skip
     whole = sum(
-        row["total_ns"] for row in WEEKS.tables["kernels"].to_dicts()
+        row["total_ns"] for row in weeks().tables["kernels"].to_dicts()
         if row["capture"] in time_of and at_host in (None, [row["capture"].split("-")[1]])
     )  # fmt: skip
     assert sum(row["total_ns"] for row in kernels) == whole
@@ -127,43 +132,47 @@ def test_pages_follow_each_other_and_say_whether_there_are_more(fleet: Answering
     pages = [fleet.admin.get("kernels", top="7", skip=str(skip), **DAYS) for skip in range(0, 161, 7)]
     assert [row for page in pages for row in page["rows"]] == every["rows"]
     assert [page["more"] for page in pages] == [*[True] * (len(pages) - 1), False]
-    assert every["total_ns"] == WEEKS.tables["kernels"]["total_ns"].sum()
+    assert every["total_ns"] == weeks().tables["kernels"]["total_ns"].sum()
     assert fleet.admin.get("kernels", top="1", sort="cycles", **DAYS)["rows"][0]["cycles"]
     assert refused(fleet, "kernels", top="1001") == "wrong-request"
 
 
 def test_a_part_of_a_day_is_looked_at_exactly(fleet: AnsweringService) -> None:
     answer = fleet.admin.get("kernels", since="2026-10-06T03:00", until="2026-10-06T09:00", top="1000")
-    inside = WEEKS.tables["captures"].filter(
-        (WEEKS.tables["captures"]["start_ns"] >= answer["since_ns"])
-        & (WEEKS.tables["captures"]["start_ns"] < answer["until_ns"])
+    inside = (
+        weeks()
+        .tables["captures"]
+        .filter(
+            (weeks().tables["captures"]["start_ns"] >= answer["since_ns"])
+            & (weeks().tables["captures"]["start_ns"] < answer["until_ns"])
+        )
     )
-    of_inside = WEEKS.tables["kernels"].join(inside, on="capture", how="semi")
+    of_inside = weeks().tables["kernels"].join(inside, on="capture", how="semi")
     assert inside.height > 1
     assert answer["total_ns"] == of_inside["total_ns"].sum()
 
 
 def test_the_slow_host_is_the_outlier_among_hosts_that_ran_the_same(tmp_path: Path) -> None:
     team = Team("recommender", "ads", "feed", "ana", "torch 2.9", hosts=6)
-    weeks = made_weeks(WeeksRecipe(days=3, usage_days=0, changes=(), slow_host=2, captures=1, teams=(team,)))
-    with answering(tmp_path, weeks) as service:
+    slow = made_weeks(WeeksRecipe(days=3, usage_days=0, changes=(), slow_host=2, captures=1, teams=(team,)))
+    with answering(tmp_path, slow) as service:
         hosts = service.admin.get("outliers", **DAYS)["hosts"]
-    assert [row["host"] for row in hosts if row["outlier"]] == [weeks.hosts[2]]
+    assert [row["host"] for row in hosts if row["outlier"]] == [slow.hosts[2]]
     assert hosts[0]["ratio"] == pytest.approx(1.4, rel=0.05)
     assert len(hosts) == 6
 
 
 def test_the_topline_savings_findings_and_shares_are_what_was_planted(fleet: AnsweringService) -> None:
-    teams = {team.model: team for team in WEEKS.recipe.teams}
+    teams = {team.model: team for team in weeks().recipe.teams}
     rows = {row["model"]: row for row in fleet.admin.get("topline", by="model", **USAGE)["rows"]}
     assert {name: rows[name]["device_use"] for name in teams} == {
         name: pytest.approx(team.busy, rel=1e-3) for name, team in teams.items()
     }
     saved = {row["rule"]: row["saved_ms"] for row in fleet.admin.get("invest", **USAGE)["rows"]}
-    vision = sum(ms for job, ms in WEEKS.held_ms.items() if job.startswith("vision"))
+    vision = sum(ms for job, ms in weeks().held_ms.items() if job.startswith("vision"))
     assert saved["python-bound"] == pytest.approx(0.5 * vision, rel=0.2)  # jobs without a capture in these days
     found = {row["rule"]: row for row in fleet.admin.get("findings", **DAYS)["rows"]}
-    rules = WEEKS.tables["findings"]["slug"].to_list()
+    rules = weeks().tables["findings"]["slug"].to_list()
     assert {rule: row["captures"] for rule, row in found.items()} == {rule: rules.count(rule) for rule in set(rules)}
     shares = fleet.admin.get("characterise", by="division,kind", **DAYS)["rows"]
     assert sum(row["fraction"] for row in shares) == pytest.approx(1)
@@ -206,7 +215,7 @@ set = {division = "ads"}
 
 
 def held_by(*models: str) -> float:
-    return sum(ms for job, ms in WEEKS.held_ms.items() if job.startswith(models) and not job.endswith("notebook"))
+    return sum(ms for job, ms in weeks().held_ms.items() if job.startswith(models) and not job.endswith("notebook"))
 
 
 def hours_of_divisions(fleet: AnsweringService) -> dict[tuple[str, ...], int]:
