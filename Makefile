@@ -8,7 +8,7 @@ JOBS ?= 2
 CASES ?= 20000
 SEED ?= 1
 
-.PHONY: help demo test ecosystem fuzz lowest lint format bench gpu-proof docs pictures clean
+.PHONY: help demo test thorough ecosystem fuzz lowest lint format bench gpu-proof docs pictures clean
 .DEFAULT_GOAL := help
 
 help: ## Show what can be made
@@ -33,6 +33,13 @@ $(VENV)/.ecosystem: $(VENV)/.test
 	$(PIP) install --constraint constraints.txt --group ecosystem
 	@touch $@
 
+# All of it by one call of pip, which resolves once; bytecode is then compiled on all cores.
+$(VENV)/.all: $(VENV)/.pip pyproject.toml constraints.txt
+	$(PIP) install --no-compile --constraint constraints.txt --editable . torch \
+	    --group test --group ecosystem --group lint --group docs
+	-$(BIN)/python -m compileall -q -q -j 0 $(VENV)/lib
+	@touch $(VENV)/.demo $(VENV)/.test $(VENV)/.ecosystem $(VENV)/.lint $(VENV)/.docs $@
+
 $(VENV)/.lint: $(VENV)/.pip pyproject.toml
 	$(PIP) install --editable . --group lint
 	@touch $@
@@ -49,8 +56,11 @@ demo: $(VENV)/.demo ## Record a small GPT on 2 ranks, report it in the terminal 
 	@echo "For a fleet: $(PIP) install --editable '.[fleet]' && $(BIN)/traceloom serve --demo"
 
 test: $(VENV)/.test ## Run the whole test suite
-	$(BIN)/python -m compileall -q src  # many tests start processes, which may not be allowed to keep bytecode
+	$(BIN)/python -m compileall -q src tests/support  # many tests start processes, which may not be allowed to keep bytecode
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
+thorough: $(VENV)/.ecosystem ## Also what the suite leaves out: more traces, more examples, crashes at every point
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --thorough
 
 ecosystem: $(VENV)/.ecosystem ## Install what the tests of programs of the ecosystem need; without it they are skipped
 

@@ -12,13 +12,20 @@ SHARED_DATA = ROOT.parent / "shared" / "data"
 
 # No test is about time, and a run of the suite says the same as the one before. To look for what nobody has found
 # yet: `pytest tests/property --hypothesis-profile search`.
-hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, max_examples=20)
+hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, max_examples=10)
+hypothesis.settings.register_profile("thorough", deadline=None, derandomize=True, max_examples=100)
 hypothesis.settings.register_profile("search", deadline=None)
-hypothesis.settings.load_profile("suite")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--thorough", action="store_true", help="also the same again on more traces")
+    parser.addoption("--thorough", action="store_true", help="also more traces, examples and crashes (make thorough)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose how many examples are tried; tests that say how many themselves keep to that."""
+    thorough = config.getoption("--thorough")
+    profile = config.getoption("--hypothesis-profile", None) or ("thorough" if thorough else "suite")
+    hypothesis.settings.load_profile(profile)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from support.small_graph import small_graph
@@ -57,7 +57,6 @@ CHANGES = st.lists(
 
 
 @pytest.mark.parametrize("name", READERS)
-@settings(max_examples=25)
 @given(changes=CHANGES)
 def test_changed_bytes_are_read_or_refused(name: str, changes: list[tuple[float, int, bytes]]) -> None:
     ending, reader = READERS[name]

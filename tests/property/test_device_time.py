@@ -119,9 +119,7 @@ def scaled(row: dict[str, int]) -> dict[str, int]:
     return {key: value * (1000 if key.endswith("_ns") else 1) for key, value in row.items()}
 
 
-slow = settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
-)
+slow = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
 @slow

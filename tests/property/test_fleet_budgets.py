@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from traceloom.collect.trigger_ledger import DAY_NS, FleetCharge, FleetLedger
@@ -24,7 +24,6 @@ ASKED = st.tuples(
 )
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     st.lists(ASKED, max_size=60), st.integers(1, 12), st.floats(100, 5000), st.floats(0.001, 0.05), st.floats(10, 300)
 )  # fmt: skip

@@ -151,5 +151,5 @@ class Requests(RuleBasedStateMachine):
             assert self.now <= self.moved_ns + LONGEST_S * S, f"{self.request.state} has no deadline"
 
 
-Requests.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+Requests.TestCase.settings = settings(stateful_step_count=25, deadline=None)
 test_requests = Requests.TestCase

@@ -6,7 +6,7 @@ import json
 from random import Random
 from typing import Any, NamedTuple
 
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from traceloom.agent.flight_records import FlightVerdict, judged, plain_values, record_of
@@ -101,7 +101,6 @@ def verdict(records: dict[int, dict[str, Any]], order: list[int]) -> FlightVerdi
     return judged([record_of(plain_values(json.dumps(records[rank]).encode()), rank) for rank in order])
 
 
-@settings(max_examples=150, deadline=None)
 @given(programs(), st.data(), st.randoms(use_true_random=False), st.sampled_from([1000, 12]))
 def test_who_stopped_is_named_whoever_waits_for_whom(
     program: Program, data: st.DataObject, chance: Random, most: int
@@ -130,7 +129,6 @@ def test_who_stopped_is_named_whoever_waits_for_whom(
     assert verdict({rank: record(program, rank, done, later, most) for rank in records}, list(records)) == result
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(3, 6), st.lists(st.sampled_from(OPERATIONS), min_size=1, max_size=10), st.data())
 def test_who_does_another_collective_than_all_others_is_named(
     ranks: int, operations: list[str], data: st.DataObject

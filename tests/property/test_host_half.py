@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from support.public_traces import DATA
@@ -163,7 +163,6 @@ def test_sums_hold_on_every_public_trace(path: Path, shared_data: Path) -> None:
     check_everything(read_kineto(path))
 
 
-@settings(max_examples=20, deadline=None)
 @given(trace=traces())
 def test_sums_hold_on_random_traces(trace: Trace) -> None:
     check_everything(trace)
@@ -193,7 +192,6 @@ def spoken(category: str, name: str) -> str | None:
     return {"python": "python", "runtime": "call"}.get(category)
 
 
-@settings(max_examples=30, deadline=None)
 @given(trace=traces())
 def test_activities_are_those_of_the_innermost_events(trace: Trace) -> None:
     account = host(trace).account.with_columns(

@@ -127,7 +127,6 @@ def steps(draw: st.DrawFn) -> list[NestedOp]:
     return [replace(call, thread=thread) for call, thread in outer]
 
 
-@hypothesis.settings(max_examples=25)
 @hypothesis.given(steps(), st.integers(1, 6), st.data())
 def test_a_recorded_iteration_is_found_whole_by_names(step, count, data):
     recorded = data.draw(st.integers(0, count - 1))
@@ -143,7 +142,6 @@ def test_a_recorded_iteration_is_found_whole_by_names(step, count, data):
     assert found.threads["lane"].n_unique() == found.threads.height
 
 
-@hypothesis.settings(max_examples=25)
 @hypothesis.given(st.lists(steps(), min_size=2, max_size=5), st.data())
 def test_ids_find_the_true_event_of_every_op(iterations, data):
     recorded = data.draw(st.integers(0, len(iterations) - 1))
@@ -156,7 +154,6 @@ def test_ids_find_the_true_event_of_every_op(iterations, data):
     assert [truth[op] for op in joined["host_op"]] == joined["record_function_id"].to_list()
 
 
-@hypothesis.settings(max_examples=25)
 @hypothesis.given(steps(), st.data())
 def test_a_few_lost_ops_do_not_lose_the_others(step, data):
     long = step * 12

@@ -21,7 +21,7 @@ from traceloom.analyze import (
 from traceloom.model import Trace
 from traceloom.testing import TraceBuilder
 
-slow = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+slow = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 ANNOTATIONS = ("step[DECODE bs=2]", "step[EXTEND bs=1 toks=9]", "execute_context_1(5)_generation_2(2)", "my step")
 
 

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from traceloom.agent.requests.model import Wanted
@@ -97,7 +97,6 @@ def key_of(row: LiveRow, by: By) -> tuple[str, ...]:
     return {"job": (row.job,), "host": (row.host,), "device": (row.host, row.device)}[by]
 
 
-@settings(max_examples=80, deadline=None)
 @given(hosts=fleets, by=some(("job", "host", "device")), job=some(PATTERNS), host=some(("", "n?", "n1", "[n]*")))
 def test_rows_are_those_of_plain_loops(hosts: dict[str, HostNow], by: By, job: str, host: str) -> None:
     asked = LiveParameters(by=by, job=job, host=host)
@@ -124,7 +123,6 @@ def test_rows_are_those_of_plain_loops(hosts: dict[str, HostNow], by: By, job: s
             assert row.job == ", ".join(sorted(truth["jobs"]))
 
 
-@settings(max_examples=30, deadline=None)
 @given(hosts=fleets, by=some(("job", "host", "device")), top=st.integers(1, 4), order=st.randoms(use_true_random=False))
 def test_the_order_in_which_hosts_spoke_changes_nothing_and_a_page_is_the_beginning(
     hosts: dict[str, HostNow], by: By, top: int, order: Any
@@ -137,7 +135,6 @@ def test_the_order_in_which_hosts_spoke_changes_nothing_and_a_page_is_the_beginn
     assert page.more == (len(every) > top)
 
 
-@settings(max_examples=50, deadline=None)
 @given(hosts=fleets, lost=st.sets(some(("n1", "n2", "m1"))))
 def test_a_device_is_in_one_state_and_lists_who_holds_it(hosts: dict[str, HostNow], lost: set[str]) -> None:
     fresh = {host: now for host, now in hosts.items() if host not in lost}
@@ -157,7 +154,6 @@ def test_a_device_is_in_one_state_and_lists_who_holds_it(hosts: dict[str, HostNo
             assert row.state == ("idle-allocated" if device.values.get("gpu_busy_ratio") == 0 else "busy")
 
 
-@settings(max_examples=50, deadline=None)
 @given(hosts=fleets, job=some(JOBS[1:]), ranks=st.sets(st.integers(0, 5)).map(sorted).map(tuple), host=some(("", "n1")))
 def test_a_request_is_about_the_processes_that_it_names_and_the_slowest_of_them(
     hosts: dict[str, HostNow], job: str, ranks: tuple[int, ...], host: str

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import polars as pl
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from support.job_strategies import training_recipes
@@ -31,7 +31,6 @@ def order_holds(job: Job) -> None:
         assert all(after[0] >= before[1] for before, after in pairwise(work))
 
 
-@settings(max_examples=18)
 @given(recipe=training_recipes(), sync_records=st.booleans())
 def test_any_made_job_links_into_a_graph_that_gives_it_back(recipe: Recipe, sync_records: bool) -> None:
     job = training_job(recipe)

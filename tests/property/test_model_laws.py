@@ -18,7 +18,7 @@ from traceloom.model.copies import copy_kind, memory_kinds
 from traceloom.model.points import acyclic, topological
 from traceloom.model.thread_cpu import ThreadClock, samples_of
 
-QUICK = settings(max_examples=35, deadline=None)
+QUICK = settings(deadline=None)
 
 
 # -- forests ---------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 
 import polars as pl
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from traceloom.fleet.attribution import attribution
@@ -127,7 +127,6 @@ def owner(
     return facts.get(name)
 
 
-@settings(max_examples=60, deadline=None)
 @given(jobs=statements, people=statements, rules=rules_of)
 def test_a_job_belongs_at_every_time_to_whom_a_plain_loop_says(
     jobs: list[dict[str, Any]], people: list[dict[str, Any]], rules: list[OwnerRule]
@@ -156,7 +155,6 @@ def test_what_was_said_for_a_while_hides_nothing_that_holds_on() -> None:
     ]  # fmt: skip
 
 
-@settings(max_examples=50, deadline=None)
 @given(usage=usage_rows, jobs=statements, people=statements)
 def test_time_and_energy_of_an_owner_are_the_sum_of_the_rows_that_are_theirs(
     usage: list[dict[str, Any]], jobs: list[dict[str, Any]], people: list[dict[str, Any]]
@@ -198,7 +196,6 @@ prices_of = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=50, deadline=None)
 @given(usage=usage_rows, prices=prices_of, every_half_day=st.booleans())
 def test_a_part_costs_its_hours_and_kilowatt_hours_at_their_prices(
     usage: list[dict[str, Any]], prices: Prices, every_half_day: bool
@@ -226,7 +223,6 @@ def test_a_part_costs_its_hours_and_kilowatt_hours_at_their_prices(
             assert leaf[name] == (pytest.approx(total[name], abs=1e-9) if total[of_time] else None)
 
 
-@settings(max_examples=50, deadline=None)
 @given(usage=usage_rows, jobs=statements, top=st.integers(1, 3))
 def test_each_part_of_a_tree_is_the_sum_of_its_parts_and_the_largest_stand_alone(
     usage: list[dict[str, Any]], jobs: list[dict[str, Any]], top: int

@@ -11,7 +11,7 @@ from traceloom.model import Session
 from traceloom.report import ReportOptions, build
 from traceloom.testing import TraceBuilder
 
-unhurried = settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.too_slow])
+unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @unhurried

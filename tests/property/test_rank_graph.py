@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from support.public_traces import CALLS, DATA, GPU_WORK
 from support.strategies import builders, waiting_builders
@@ -37,7 +37,6 @@ def tiled(graph: Graph) -> None:
         assert (start[1:] == start[:-1] + length[:-1]).all()
 
 
-@settings(max_examples=30)
 @given(builder=builders(most_events=25))
 def test_random_traces_make_graphs_that_keep_the_law(builder):
     graph, trace = linked(builder)
@@ -49,7 +48,6 @@ def test_random_traces_make_graphs_that_keep_the_law(builder):
     assert counted == work.height
 
 
-@settings(max_examples=30)
 @given(builder=waiting_builders())
 def test_whatever_waits_for_whatever_there_is_no_circle_and_nothing_before_its_cause(builder):
     graph, trace = linked(builder)

@@ -17,9 +17,7 @@ from traceloom.errors import InputError
 from traceloom.model import Trace
 from traceloom.read import read_kineto
 
-RELAXED = settings(
-    deadline=None, max_examples=18, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
+RELAXED = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 def read(tmp_path: Path, content: str | bytes) -> Trace:
@@ -142,7 +140,6 @@ def test_values_that_are_no_json_cost_no_event(tmp_path, builder, data, raw):
     assert trace.events.height == complete(events)
 
 
-@settings(deadline=None, max_examples=25)
 @given(content=st.binary(max_size=400))
 def test_bytes_of_any_kind_are_read_or_refused_with_a_sentence(tmp_path_factory, content):
     path = tmp_path_factory.mktemp("any") / "any.json"

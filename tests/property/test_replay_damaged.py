@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from traceloom.errors import InputError
@@ -50,7 +50,6 @@ def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from paths(part, (*path, key))
 
 
-@settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10**6), schema=st.sampled_from(HOST_SCHEMAS), times=st.integers(1, 20))
 def test_whatever_stands_there(seed: int, schema: str, times: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     chance = random.Random(seed)

@@ -10,7 +10,7 @@ from typing import Any
 
 import polars as pl
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from support.plans import small_plan
@@ -48,7 +48,6 @@ def layered(seed: int, length: int, layers: int) -> list[list[tuple[str, tuple[i
 
 
 @pytest.mark.torch
-@settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 10**6), length=st.integers(1, 14), layers=st.integers(1, 5))
 def test_a_script_gives_the_numbers_of_the_program(
     seed: int, length: int, layers: int, tmp_path_factory: pytest.TempPathFactory
@@ -89,7 +88,6 @@ def test_a_script_gives_the_numbers_of_the_program(
     assert sums == expected
 
 
-@settings(max_examples=60, deadline=None)
 @given(text=st.text(max_size=300), where=st.sampled_from(["scope", "phase", "name", "source"]))
 def test_no_name_becomes_code(text: str, where: str) -> None:
     plan = small_plan()

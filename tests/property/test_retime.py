@@ -30,7 +30,7 @@ TRACES = sorted(
     if ".host." not in path.name
 )  # fmt: skip
 DELAYS = st.integers(-50, 50)
-unhurried = settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.too_slow])
+unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @st.composite

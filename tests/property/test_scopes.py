@@ -6,7 +6,7 @@ import types
 from collections.abc import Callable, Generator
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import traceloom
@@ -90,7 +90,6 @@ def delegating(function: Callable[[], Generator[Any, Any, Any]]) -> Generator[An
     return (yield from function())
 
 
-@settings(max_examples=200, deadline=None)
 @given(REACTIONS, DRIVES)
 def test_a_generator_in_a_scope_does_what_it_does_without(reactions: list[str], drives: list[str]) -> None:
     log: list[object] = []
@@ -102,7 +101,6 @@ def test_a_generator_in_a_scope_does_what_it_does_without(reactions: list[str], 
     assert ("inside", "probe") not in events
 
 
-@settings(max_examples=100, deadline=None)
 @given(REACTIONS, DRIVES)
 def test_a_coroutine_in_a_scope_does_what_it_does_without(reactions: list[str], drives: list[str]) -> None:
     def run(scoped: bool) -> list[object]:

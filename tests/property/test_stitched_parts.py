@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from traceloom.agent.uplink.messages import ClockOffset
@@ -58,7 +58,6 @@ def put(folder: Path, made: object, names: list[str]) -> Path:
     return folder
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     changes=st.dictionaries(st.sampled_from(PLACES), ODD, min_size=1, max_size=3),
     ahead_ns=st.integers(-(10**15), 10**15), known=st.booleans(), same_rank=st.booleans(),
@@ -107,7 +106,6 @@ def test_what_a_host_sends_changes_nothing_of_the_others(
     assert {entry["host"] for entry in stood["ranks"]} == {"good", "evil"} or faults
 
 
-@settings(max_examples=100, deadline=None)
 @given(name=st.sampled_from(["stacks", "telemetry"]), odd=st.lists(ODD, max_size=3))
 def test_lists_of_files_may_hold_anything(
     name: str, odd: list[object], tmp_path_factory: pytest.TempPathFactory

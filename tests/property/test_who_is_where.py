@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from traceloom.agent.grouping import GroupedStacks, grouped, numbers
@@ -66,7 +66,6 @@ def elsewhere(spots: Sequence[str]) -> set[int]:
     return {rank for rank, spot in enumerate(spots) if spot != first}
 
 
-@settings(max_examples=200, deadline=None)
 @given(SPOTS, st.data())
 def test_who_is_elsewhere_is_who_the_others_wait_for(spots: list[str], data: st.DataObject) -> None:
     ranks = range(len(spots))
@@ -111,7 +110,6 @@ def ends_of_ranges(text: str) -> list[tuple[int, int]]:
     return [(int(first), int(last)) for first, last in re.findall(r"(\d+)-(\d+)", text)]
 
 
-@settings(max_examples=60, deadline=None)
 @given(SPOTS, st.data())
 def test_a_rank_that_is_not_seen_changes_nothing_of_what_is_said_of_the_others(
     spots: list[str], data: st.DataObject

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from support.devices import values
@@ -83,7 +83,6 @@ def test_two_jobs_on_a_device_share_what_it_does_by_use_and_its_idle_time_equall
     assert values(readings, "job_sm_active_ratio") == {("a",): 0.2, ("b",): 0.2}, "a property that both see"
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     ticks=st.lists(
         st.tuples(

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from traceloom.analyze.allocations import allocations, explain
@@ -253,7 +253,6 @@ def test_without_addresses_a_free_ends_the_youngest_block_of_its_size() -> None:
     assert notices == {"freed-from-before": 1, "allocations-without-address": 6}
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.lists(
         st.tuples(st.sampled_from([8, 16, 24, -8, -16, -24]), st.sampled_from([0, 0, 0, 1])), min_size=1, max_size=60
@@ -277,7 +276,6 @@ def test_without_addresses_the_blocks_add_up_to_the_events_of_every_device(event
             assert alive.count((number, size)) == made - min(0, *level.tolist(), 0)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 1000)), min_size=1, max_size=60), st.integers(0, 10_000))
 def test_the_blocks_add_up_to_the_allocators_total_after_every_event(moves: list[tuple[int, int]], before: int) -> None:
     held: dict[int, int] = {}

@@ -186,7 +186,7 @@ def test_ranks_whose_clocks_differ_are_told_on_one_clock() -> None:
     assert apart.window_ns == pytest.approx(together.window_ns, rel=0.02)
 
 
-@settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     ranks=st.integers(1, 3),
     kernel_us=st.sampled_from([2, 20, 150]),

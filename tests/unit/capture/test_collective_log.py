@@ -122,7 +122,7 @@ def test_without_a_job_there_is_no_table() -> None:
     assert groups() == []
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     made=st.lists(
         st.tuples(st.sampled_from(sorted(CALLS)), st.sampled_from(sorted(ITEM)), st.integers(1, 50)),

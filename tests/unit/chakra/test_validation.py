@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from support.workload import attribute, collective, node, receive, send, write_set
@@ -494,7 +494,6 @@ NODES = st.builds(
 
 
 @given(st.lists(st.lists(NODES, max_size=6), min_size=1, max_size=3), st.sampled_from(["chakra", "astra-sim"]))
-@settings(max_examples=60)
 def test_whatever_the_files_hold_there_is_a_verdict(ranks: list, target: Target) -> None:
     with tempfile.TemporaryDirectory() as home:
         verdict = validate(write_set(Path(home), *ranks, groups={"1": [0, 1]}), target=target)

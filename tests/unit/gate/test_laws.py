@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from support import runs as made
@@ -79,7 +79,6 @@ def test_an_absolute_limit_is_the_relative_one_times_the_base() -> None:
     assert absolute["limit"] == 300_000
 
 
-@settings(max_examples=25)
 @given(st.lists(st.floats(1, 100), min_size=5, max_size=40), st.sampled_from(["mean", "median", "p10", "p95"]))
 def test_one_run_against_itself_never_fails_at_any_statistic(steps: list[float], statistic: str) -> None:
     run = made.summary(steps)

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import parse_qs, parse_qsl, unquote, urlsplit
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("htpy", reason="the extra `fleet` is not installed")
@@ -273,7 +273,6 @@ def test_a_change_is_said_in_words(by: float, shown: str) -> None:
     assert sentence == f"takes {shown}, as other models of device do more of its work (possible: no job can tell)"
 
 
-@settings(max_examples=40)
 @given(
     st.dictionaries(
         st.sampled_from(["since", "until", "job", "host", "sort", "t.leaf", "by", "kernel"]), st.text(max_size=6)

@@ -7,7 +7,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 import msgspec
 import polars as pl
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("htpy", reason="the extra `fleet` is not installed")
@@ -182,7 +182,6 @@ def selected(tree: HtmlTree) -> dict[str, list[str]]:
     }
 
 
-@settings(max_examples=30)
 @given(
     st.dictionaries(st.sampled_from(sorted(FILTERS)), NAMES, max_size=3), st.sampled_from([*RANGES, "2h", "2026-01-01"])
 )
@@ -290,7 +289,6 @@ def test_a_bar_is_filled_by_its_parts(amounts: list[float]) -> None:
     assert len(tree.all("li")) == len(amounts), "what there is nothing of is named too"
 
 
-@settings(max_examples=60)
 @given(st.floats(1e-6, 1e12))
 def test_the_scale_of_a_chart_is_round_and_reaches_over_the_highest(most: float) -> None:
     points = [ChartDot(NOON, most, "compute", "x", "/x")]

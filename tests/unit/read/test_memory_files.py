@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from support.snapshots import SnapshotBuilder
@@ -38,7 +38,6 @@ PLAIN = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
 @given(PLAIN, st.sampled_from([3, 4, 5]))
 def test_plain_data_comes_back_as_it_was(value: Any, protocol: int) -> None:
     assert loads(pickle.dumps(value, protocol))[0] == value

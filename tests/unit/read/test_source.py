@@ -17,10 +17,10 @@ from traceloom.read.source import first_pieces, open_input, text_pieces
 TEXT = b"".join(random.Random(3).choices([b'{"ts":', b'],"', b"0123", b"[{}, ", b"456789\n"], k=700_000))
 
 
-@pytest.mark.parametrize(
-    "stored", [TEXT, gzip.compress(TEXT), gzip.compress(codecs.BOM_UTF8 + TEXT)], ids=["plain", "gzip", "marked"]
-)
-def test_the_beginning_is_that_of_the_whole_text_and_no_more_is_read_for_it(tmp_path: Path, stored: bytes) -> None:
+@pytest.mark.parametrize("kind", ["plain", "gzip", "marked"])
+def test_the_beginning_is_that_of_the_whole_text_and_no_more_is_read_for_it(tmp_path: Path, kind: str) -> None:
+    text = codecs.BOM_UTF8 + TEXT if kind == "marked" else TEXT
+    stored = text if kind == "plain" else gzip.compress(text, 1)
     path = tmp_path / "trace.json"
     path.write_bytes(stored)
     seen: list[bytes] = []

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
@@ -36,7 +36,6 @@ def leaves(value: Any) -> list[int]:
 
 
 @given(NESTED)
-@settings(max_examples=30)
 def test_what_an_op_returns_is_taken_apart_in_its_order(value: Any) -> None:
     assert list(flat(value)) == leaves(value)
 
@@ -130,7 +129,6 @@ def test_lines_compare_what_both_sides_know() -> None:
 
 
 @given(st.lists(st.integers(1, 10**9), min_size=1, max_size=9), st.none() | st.integers(1, 10**9))
-@settings(max_examples=30)
 def test_the_summary_says_the_median_beside_what_was_recorded(times: list[int], recorded: int | None) -> None:
     text = summary(times, recorded)
     median = statistics.median(times)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from support.figures import figure
@@ -419,7 +419,6 @@ def some_of(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     return st.one_of(st.fixed_dictionaries({}, optional=fields), ODD)
 
 
-@settings(max_examples=150)
 @given(
     some_of(
         run=some_of(command=st.lists(ODD, max_size=2)),

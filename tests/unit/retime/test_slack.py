@@ -18,7 +18,7 @@ from traceloom.retime.slack import latest_times, slack_ns
 from traceloom.testing import TraceBuilder
 
 US = 1_000
-unhurried = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def graph_of(*traces: TraceBuilder) -> Graph:
