@@ -29,11 +29,42 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--thorough"):
-        return
-    left_out = [item for item in items if item.get_closest_marker("thorough")]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+    if not config.getoption("--thorough"):
+        left_out = [item for item in items if item.get_closest_marker("thorough")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+    workers = getattr(config, "workerinput", {}).get("workercount", 1)
+    if workers > 1:
+        items[:] = in_turns(items, workers)
+
+
+# Tests that often wait for processes, services or browsers.
+WAITING = ("tests/browser/", "tests/docs/", "tests/integration/", "tests/unit/portal/")
+
+
+def in_turns(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
+    """Order the tests so that half of the workers begin with those that wait, and the others with those that compute.
+
+    Each worker begins with an equal part of the list. What is left at the end is short tests that compute, which are
+    shared out evenly.
+    """
+    waiting: dict[str, list[pytest.Item]] = {}
+    computing = []
+    for item in items:
+        module = item.nodeid.partition("::")[0]
+        if module.startswith(WAITING):
+            waiting.setdefault(module, []).append(item)
+        else:
+            computing.append(item)
+    half, size = workers // 2, len(items) // workers
+    modules = list(waiting.values())
+    ordered: list[pytest.Item] = []
+    for number in range(half):
+        first = [item for module in modules[number::half] for item in module]
+        room = max(size - len(first), 0)
+        ordered += first + computing[:room]
+        del computing[:room]
+    return ordered + computing
 
 
 @pytest.fixture(scope="session")

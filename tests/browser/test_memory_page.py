@@ -56,7 +56,7 @@ def uris(session: Session, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     return {name: (folder / f"{name}.html").as_uri() for name in pages}
 
 
-@pytest.fixture(params=[("alone", 1440), ("alone", 800), ("report", 1440)], ids=lambda at: f"{at[0]}-{at[1]}")
+@pytest.fixture(params=[("alone", 800), ("report", 1440)], ids=lambda at: f"{at[0]}-{at[1]}")
 def tab(open_uri: Callable[..., Any], uris: dict[str, str], request: pytest.FixtureRequest) -> Any:
     name, width = request.param
     page = open_uri(f"{uris[name]}#memory", viewport={"width": width, "height": 1000})

@@ -482,7 +482,13 @@ def test_it_reads_without_scripts(browser: Any, pages: dict[str, Any]) -> None:
 
 
 @pytest.mark.data
-@pytest.mark.parametrize("file", ["kineto/h100_qwen_0.5b", "kineto/a100_ddp_nccl", "diff/v100_test"])
+@pytest.mark.parametrize(
+    "file",
+    [
+        "kineto/h100_qwen_0.5b",
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("kineto/a100_ddp_nccl", "diff/v100_test")),
+    ],
+)
 def test_rows_and_steps_of_the_page_are_those_of_the_trace(
     browser: Any, shared_data: Any, tmp_path: Any, file: str
 ) -> None:

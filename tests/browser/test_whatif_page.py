@@ -46,7 +46,7 @@ def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
     return path.as_uri()
 
 
-@pytest.fixture(params=[(1440, "light"), (800, "dark")], ids=str)
+@pytest.fixture(params=[pytest.param((1440, "light"), marks=pytest.mark.thorough), (800, "dark")], ids=str)
 def tab(open_uri: Callable[..., Any], uri: str, request: pytest.FixtureRequest) -> Any:
     width, scheme = request.param
     return open_uri(uri, viewport={"width": width, "height": 1000}, color_scheme=scheme)
