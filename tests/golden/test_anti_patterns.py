@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from support.public_traces import DATA
+from support.public_traces import DATA, swept
 from traceloom.analyze import anti_patterns
 from traceloom.analyze.anti_patterns import RULES
 from traceloom.read import load
@@ -40,7 +40,7 @@ def counts(name: str) -> dict[str, int | None]:
     )
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", swept(FILES))
 def test_every_pattern_is_counted_or_explained(name: str) -> None:
     found = anti_patterns(load(DATA / f"{name}.json.gz").traces[0])
     assert found.patterns["pattern"].to_list() == list(RULES)

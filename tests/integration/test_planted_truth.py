@@ -78,7 +78,7 @@ RECIPES |= {
     "programmatic launches and graphs": (replace(PROGRAMMATIC, layers=4, graphs=True), ALONE),
 }  # fmt: skip
 CASES = [
-    pytest.param(name, change, id=f"{name}-{number}")
+    pytest.param(name, change, id=f"{name}-{number}", marks=pytest.mark.thorough if number % 2 else [])
     for name, (_, changes) in RECIPES.items()
     for number, change in enumerate(changes)
 ]

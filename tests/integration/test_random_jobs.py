@@ -57,7 +57,7 @@ def test_changes_of_random_jobs_come_to_what_the_simulation_says() -> None:
     assert np.percentile(savings, 95) <= 0.10
 
 
-@pytest.mark.parametrize("number", [pytest.param(n, marks=pytest.mark.thorough) if n % 2 else n for n in range(LATE)])
+@pytest.mark.parametrize("number", [pytest.param(n, marks=pytest.mark.thorough) if n % 4 else n for n in range(LATE)])
 def test_a_late_rank_is_told_by_what_it_costs_each_step(number: int, tmp_path: Path) -> None:
     late = next(islice(with_a_late_rank(LATE, seed=5), number, None))
     session = traceloom.load(late.job.run().write(tmp_path / "run"))

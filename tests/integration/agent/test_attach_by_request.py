@@ -128,6 +128,7 @@ def test_memory_is_read_by_the_verb(
     assert "cuda:0 holds at most 1.00 kB" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_a_request_outlives_a_kill_of_the_agent(agent: Running, ranks: list[UnpreparedProgram]) -> None:
     body = {"pids": [ranks[0].pid], "duration_s": 3.0, "attach": True}
     request = agent.client.post("requests", body)["id"]

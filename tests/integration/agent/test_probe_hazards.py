@@ -166,6 +166,7 @@ def named(document: dict[str, Any], event: list[Any]) -> list[str]:
     return [document["frames"][frame][0] for frame in document["stacks"][event[5]]]
 
 
+@pytest.mark.thorough
 def test_a_library_that_is_unloaded_and_loaded_again(job: Told, tmp_path: Path) -> None:
     assert counts_up(sizes(recorded(job, tmp_path / "out", "allocate", "reload")))
 
@@ -187,6 +188,7 @@ def test_a_library_that_is_loaded_later(job: Told, library: Path, tmp_path: Path
     assert {named(document, event)[0] for event in document["events"] if event[5] >= 0} == {"cuMemAlloc_v2"}
 
 
+@pytest.mark.thorough
 def test_a_library_that_was_replaced_on_disk(job: Told, library: Path, tmp_path: Path) -> None:
     """As an upgrade does it: the process has the old one, which lies nowhere any more."""
     other = compiled("int cudaMalloc(void **p, unsigned long n) { return 2; }", tmp_path / "other", "-shared", "-fPIC")
@@ -204,6 +206,7 @@ def test_a_child_is_not_recorded_and_not_harmed(job: Told, tmp_path: Path) -> No
     assert {event[1] for event in document["events"]} == {job.pid}
 
 
+@pytest.mark.thorough
 def test_another_program_in_the_same_process_ends_the_recording(job: Told, library: Path, tmp_path: Path) -> None:
     async def record() -> list[Path]:
         recording = asyncio.create_task(AllocationsProfiler().record(job.facts, Window(0, 600.0, None), tmp_path, "r"))
@@ -224,6 +227,7 @@ def test_another_program_in_the_same_process_ends_the_recording(job: Told, libra
     }
 
 
+@pytest.mark.thorough
 def test_two_recordings_at_once_see_the_same(job: Told, library: Path, tmp_path: Path) -> None:
     async def both() -> list[list[Path]]:
         for name in ("a", "b"):
@@ -266,6 +270,7 @@ def test_one_that_is_killed_leaves_nothing_behind(job: Told, library: Path, tmp_
     assert not list(tmp_path.glob("x.json*"))
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare")
 def test_a_process_in_a_container_of_its_own(library: Path, tmp_path: Path) -> None:
     """Its files lie where nobody else sees them, and it knows its threads by other numbers: lines of Python are right."""

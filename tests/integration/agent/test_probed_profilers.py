@@ -476,7 +476,9 @@ def interpreter(version: str) -> str:
 
 @needs_probes
 @needs_compiler
-@pytest.mark.parametrize("version", ["3.10", "3.11", "3.12", "3.13"])
+@pytest.mark.parametrize(
+    "version", ["3.10", "3.13", *(pytest.param(version, marks=pytest.mark.thorough) for version in ("3.11", "3.12"))]
+)
 def test_lines_of_python_of_each_version(tmp_path: Path, version: str) -> None:
     python = interpreter(version)
     if not python:

@@ -174,6 +174,7 @@ def test_requests_in_every_state_outlive_a_kill_of_the_agent(agent: Running, tra
     assert not list((agent.directory / "traces" / str(os.geteuid()) / "incoming").iterdir())
 
 
+@pytest.mark.thorough
 def test_a_killed_guard_is_replaced_and_requests_go_on(agent: Running, traced: Any) -> None:
     process = traced()
     process.ask()
@@ -193,6 +194,7 @@ def test_a_killed_guard_is_replaced_and_requests_go_on(agent: Running, traced: A
     assert process.comes_to("kept")["bytes"] > 0
 
 
+@pytest.mark.thorough
 def test_a_job_that_is_killed_in_every_state(agent: Running, traced: Any) -> None:
     queued, delivered, accepted, whole, waits = (traced() for _ in range(5))
     queued.poll(1)
@@ -219,6 +221,7 @@ def test_a_job_that_is_killed_in_every_state(agent: Running, traced: Any) -> Non
     assert pids.isdisjoint({process.pid for process in (queued, delivered, accepted, whole)})
 
 
+@pytest.mark.thorough
 def test_a_job_and_an_agent_that_are_stopped_for_a_while(agent: Running, traced: Any) -> None:
     process = traced()
     process.poll()  # its second: how often it polls is known
@@ -294,6 +297,7 @@ def test_a_request_whose_row_cannot_be_read_stops_nobody(agent: Running, traced:
     process.comes_to("kept", mask=1)
 
 
+@pytest.mark.thorough
 def test_who_waits_for_a_trace_waits_for_an_agent_that_is_started_again(
     agent: Running, traced: Any, tmp_path: Path
 ) -> None:
@@ -333,6 +337,7 @@ def _mounted(directory: Path, size: str) -> None:
         pytest.skip("no disk can be mounted here")
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts disks")
 def test_disks_that_are_full_or_read_only(tmp_path: Path) -> None:
     """A trace that does not fit fails with `disk-full` or `cannot-write`; the next one, with room, is kept."""
@@ -377,6 +382,7 @@ def test_disks_that_are_full_or_read_only(tmp_path: Path) -> None:
     assert "Traceback" not in (tmp_path / "log").read_text(encoding="utf-8")
 
 
+@pytest.mark.thorough
 @needs_faketime
 def test_a_clock_that_jumps_while_requests_run(tmp_path: Path) -> None:
     """Without an instant nothing depends on the clock; an instant that has passed is handed to nobody."""

@@ -110,6 +110,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
     _no_traceback(again)
 
 
+@pytest.mark.thorough
 @root_only
 def test_a_read_only_disk(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "8m") as disk:
@@ -128,6 +129,7 @@ def test_a_read_only_disk(tmp_path: Path) -> None:
     _no_traceback(agent)
 
 
+@pytest.mark.thorough
 @needs_faketime
 def test_a_clock_that_jumps(tmp_path: Path) -> None:
     """An hour ahead, then two back: it collects and writes at its pace, and every tick can be asked for, in order."""
@@ -156,6 +158,7 @@ def test_a_clock_that_jumps(tmp_path: Path) -> None:
     _no_traceback(agent)
 
 
+@pytest.mark.thorough
 def test_it_is_stopped_for_a_while(tmp_path: Path) -> None:
     """Who asks meanwhile does not wait for ever; afterwards what was missed is not made up for."""
     agent = Running(tmp_path)

@@ -26,8 +26,7 @@ POINTS = (
     "state.close_batch",
     "objects.delete",
 )
-QUICK = {("alone", "objects.put", "after"), ("alone", "tables.commit", "after"), ("alone", "state.close_batch", "after"),
-         ("shared", "tables.commit", "after")}  # fmt: skip
+QUICK = {("alone", "tables.commit", "after"), ("shared", "tables.commit", "after")}
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,7 @@ def test_an_agent_that_is_killed_at_a_state_goes_on_when_it_is_back(tmp_path: Pa
         assert service.end() == 0, service.log.read_text()
 
 
+@pytest.mark.thorough
 def test_who_analyses_and_who_writes_the_tables_are_replaced_when_they_are_killed(tmp_path: Path) -> None:
     store = tmp_path / "store"
     service = RunningService(tmp_path, "--store", str(store), "--workers", "1")
