@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from support.small_example import ENDLESS, EXAMPLE
+from support.small_example import ENDLESS, PACED
 from traceloom.agent.client import AgentClient
 from traceloom.cli import main
 from traceloom.errors import TraceloomError
@@ -58,7 +58,8 @@ class Host:
         variables = self.client.get("environment")["variables"]
         self.job_name = f"traced-{os.getpid()}"  # other tests run jobs on this host, too
         torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        command = [sys.executable, "-m", *torchrun, str(EXAMPLE)]
+        (folder / "train.py").write_text(PACED, encoding="utf-8")
+        command = [sys.executable, "-m", *torchrun, str(folder / "train.py")]
         self.job_log = folder / "job"
         with self.job_log.open("w", encoding="utf-8") as out:
             self.job = subprocess.Popen(
