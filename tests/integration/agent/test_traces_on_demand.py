@@ -209,6 +209,7 @@ def test_events_tell_every_state_and_files_are_those_of_the_request(host: Host) 
     assert refusal.value.slug in {"no-such-file", "no-such-route"}
 
 
+@pytest.mark.thorough
 def test_a_request_outlives_a_kill_of_the_agent(host: Host) -> None:
     request = host.client.post("requests", {"job": host.job_name, "duration_s": 0.3})
 
