@@ -172,8 +172,14 @@ def test_compiled_code_is_said_to_have_lost_its_scopes(recorder: Any) -> None:
     assert not [name for name in held if "_orig_mod" in name]
 
 
-def test_running_out_of_memory_leaves_a_report(recorder: Any) -> None:
-    run = recorder.python(MLP.format(mode="oom"), "--memory", train=False)
+@pytest.fixture(scope="module")
+def ran_out(shared_recorder: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    beside = type(shared_recorder)(tmp_path_factory.mktemp("ran-out"))  # that of `plain` has its capture already
+    return beside.python(MLP.format(mode="oom"), "--memory", train=False)
+
+
+def test_running_out_of_memory_leaves_a_report(ran_out: Any) -> None:
+    run = ran_out
     assert run.code == 1
     assert "DefaultCPUAllocator" in run.theirs
     assert any("memory ran out" in line for line in run.ours)
@@ -201,9 +207,9 @@ def test_the_two_ways_to_follow_memory_agree_on_a_recording(plain: Any) -> None:
 
 
 def test_a_run_that_ended_for_want_of_memory_is_explained_on_one_screen(
-    recorder: Any, capsys: pytest.CaptureFixture[str]
+    ran_out: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = recorder.python(MLP.format(mode="oom"), "--memory", train=False)
+    run = ran_out
     (end,) = _document(run.directory)["out_of_memory"]
     assert (end["asked_bytes"], end["step"]) == (4 * 10**14, 7)
     assert sum(row["self_bytes"] for row in end["tree"]) == end["bytes"]

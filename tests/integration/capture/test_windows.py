@@ -15,8 +15,14 @@ def spans(run: Any, prefix: str) -> list[tuple[float, float]]:
     return sorted((event["ts"], event["ts"] + event["dur"]) for event in events)
 
 
-def test_by_default_five_steps_are_recorded_from_the_fourth_on_and_one_graph_step(recorder: Any) -> None:
-    run = recorder.python("for _ in range(12): step()")
+@pytest.fixture(scope="module")
+def usual(shared_recorder: Any) -> Any:
+    """A run that is recorded without any option."""
+    return shared_recorder.python("for _ in range(12): step()")
+
+
+def test_by_default_five_steps_are_recorded_from_the_fourth_on_and_one_graph_step(usual: Any) -> None:
+    run = usual
     rank = run.rank()
     assert run.code == 0
     assert run.files == {
@@ -36,8 +42,8 @@ def test_by_default_five_steps_are_recorded_from_the_fourth_on_and_one_graph_ste
     assert rank["graph_step"]["duration_ns"] == rank["steps"]["duration_ns"][8]
 
 
-def test_step_marks_do_not_cross_the_optimizer_and_agree_with_the_step_times(recorder: Any) -> None:
-    run = recorder.python("for _ in range(12): step()")
+def test_step_marks_do_not_cross_the_optimizer_and_agree_with_the_step_times(usual: Any) -> None:
+    run = usual
     marks, optimizer = spans(run, "traceloom.step#"), spans(run, "Optimizer.step#")
     assert len(optimizer) == 5
     for begin, end in marks:
@@ -48,11 +54,11 @@ def test_step_marks_do_not_cross_the_optimizer_and_agree_with_the_step_times(rec
     for number in (4, 5, 6, 7):
         mark_ns = int(marks[number - 3][0] * 1000) + base
         # The boundary is taken in the hook; the mark follows when the optimizer's annotation is closed.
-        assert 0 <= mark_ns - steps["start_ns"][number] < 20_000_000
+        assert steps["start_ns"][number] <= mark_ns < steps["start_ns"][number + 1]
 
 
-def test_host_trace_and_kineto_of_the_graph_step_join_by_record_function_id(recorder: Any) -> None:
-    run = recorder.python("for _ in range(12): step()")
+def test_host_trace_and_kineto_of_the_graph_step_join_by_record_function_id(usual: Any) -> None:
+    run = usual
     host = run.json("rank0.host.json.gz")["nodes"]
     kineto = run.json("rank0.graph.kineto.json.gz")["traceEvents"]
     timed = [event for event in run.events() if event.get("cat") == "cpu_op"]
