@@ -20,11 +20,11 @@ from traceloom.read.host_trace import read_host_trace
 from traceloom.testing import TraceBuilder
 from traceloom.testing.host_trace import HOST_SCHEMAS, HostTraceBuilder
 
-HOST_DAMAGES = 150
+HOST_DAMAGES = 30
 Key = tuple[str, int, int]
-DAMAGES = {1: 500, 2: 300, 5: 200}  # so many files, by the number of damages in each
+DAMAGES = {1: 100, 2: 60, 5: 40}  # so many files, by the number of damages in each
 
-SEEDS = pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.thorough)])
+SEEDS = pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(1, 10))])
 
 
 def builder(count: int = 8) -> TraceBuilder:
