@@ -8,7 +8,7 @@ JOBS ?= 2
 CASES ?= 20000
 SEED ?= 1
 
-.PHONY: help demo test thorough ecosystem fuzz lowest lint format bench gpu-proof docs pictures clean
+.PHONY: help demo test surfaces thorough ecosystem fuzz lowest lint format bench gpu-proof docs pictures clean
 .DEFAULT_GOAL := help
 
 help: ## Show what can be made
@@ -61,6 +61,9 @@ test: $(VENV)/.test ## Run the whole test suite
 
 thorough: $(VENV)/.ecosystem ## Also what the suite leaves out: more traces, more examples, crashes at every point
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --thorough
+
+surfaces: $(VENV)/.test ## Compare what users and programs see with tests/surfaces (UPDATE=1: write it anew)
+	$(BIN)/python scripts/surfaces --jobs $(JOBS) $(if $(UPDATE),--update)
 
 ecosystem: $(VENV)/.ecosystem ## Install what the tests of programs of the ecosystem need; without it they are skipped
 
