@@ -121,7 +121,7 @@ CASES: dict[str, str] = {
         report run --graph-capture trace.json.gz --tokens-per-step 12 --samples-per-step 2 --full
         report run --rules rules.json --only kernel_kinds
         report trace.json.gz -o out/report.html -o out/report.json -o out/report.md -o out/run.perfetto.json.gz
-        report trace.json.gz -o out/run.perfetto.json -o out/run.speedscope.json -o out/run.pprof.pb.gz
+        report trace.json.gz -o out/run.perfetto.json -o out/run.speedscope.json
         report trace.json.gz -o out/kernels.csv -o out/operators.parquet -o -
         report run -o out/tables/
         report run -o out/tables/ --format csv
@@ -262,10 +262,10 @@ CASES: dict[str, str] = {
         show workload --node 99
     """,
     "generate": """
-        generate collective --collective all_gather --algorithm ring --ranks 4 --size 64kB --count 2 --compute-us 5 -o out/ring
-        generate collective --algorithm two-level --host-ranks 2 --ranks 4 -o out/two --json
-        generate pipeline --ranks 2 --size 1MiB --forward-us 10 --backward-us 20 --micro-batches 3 --schedule gpipe -o out/pipe -q
-        generate transformer --data-parallel 1 --tensor-parallel 2 --pipeline-parallel 1 --layers 1 --hidden 64 --sequence 16 --batch 1 --element-bytes 2 --tflops 1 --memory-gbps 10 --micro-batches 1 -o out/step --debug
+        generate collective --collective all_gather --algorithm ring --ranks 4 --size 64kB --compute-us 5 -o out/ring
+        generate collective --algorithm two-level --ranks 16 -o out/two --json
+        generate pipeline --ranks 2 --size 1MiB --micro-batches 3 --schedule gpipe -o out/pipe -q
+        generate transformer --data-parallel 1 --tensor-parallel 2 --pipeline-parallel 1 --layers 1 --hidden 64 --tflops 1 --memory-gbps 10 --micro-batches 1 -o out/step --debug
         generate pipeline --collective all_reduce -o out/wrong
         generate collective --ranks 2 -o workload
         generate collective --ranks 2 -o workload --force
@@ -334,7 +334,11 @@ MEASURED = frozenset({"record", "replay"})
 """Verbs whose answers hold what was measured: of numbers only that they are there counts."""
 
 NOT_CALLED: dict[str, str] = {
-    "replay --device cuda": "a device", "replay --device xpu": "a device", "measure": "a quiet machine for a minute",
+    "replay --device cuda": "a device", "replay --device xpu": "a device",
+    **dict.fromkeys(
+        (f"calibrate --{name}" for name in ("here", "ranks", "device", "backend", "max-size", "powers", "precision")),
+        "a quiet machine for a minute",
+    ),
     "serve --proxy-role": "a proxy, which the service in `fleet` has",
 }  # fmt: skip
 """Verbs and options without a call, and what a call would need that not every machine has."""
