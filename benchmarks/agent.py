@@ -36,13 +36,12 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from traceloom.agent.board import Board
-from traceloom.agent.client import AgentClient
 from traceloom.agent.config import HistorySettings, MetricRule
 from traceloom.agent.history import History
 from traceloom.agent.metrics import Reading
-from traceloom.agent.triggers.metric import MetricWatch, of_rule
-from traceloom.agent.triggers.values import SeriesValues
+from traceloom.agent.snapshot import Board
+from traceloom.agent.triggers.watches import MetricWatch, SeriesValues, of_rule
+from traceloom.server.client import AgentClient
 
 LIMITS = {
     "processor": 0.01, "memory": 64e6, "memory with OTLP": 76e6, "query": 0.020, "day": 200e6, "hour": 0.050,

@@ -31,12 +31,12 @@ from pathlib import Path
 from typing import Any
 
 import traceloom
-from traceloom.model import Session, Trace
 from traceloom.report import ReportOptions
-from traceloom.report.absent import Absent
-from traceloom.report.measure import measure
+from traceloom.report.document import UnknownValues
 from traceloom.report.sections import CORE, KEYS, every, reasons
-from traceloom.report.sections.section import Study
+from traceloom.report.sections.section import Measurements, measure
+from traceloom.trace.session import Session
+from traceloom.trace.trace import Trace
 
 HERE = Path(__file__).resolve().parent
 TRACE = HERE.parents[1] / "shared" / "data" / "kineto" / "h100_owlv2.json.gz"
@@ -58,8 +58,8 @@ def once(trace: Trace) -> dict[str, float]:
     sections = every()
     for section in sections:
         taken, result = spent(partial(section.measure, fresh, options))
-        study = Study(session, session, options, [result])
-        built, _ = spent(partial(section.build, study, Absent(session.epoch_ns, reasons(sections))))
+        study = Measurements(session, session, options, [result])
+        built, _ = spent(partial(section.build, study, UnknownValues(session.epoch_ns, reasons(sections))))
         times[section.key] = taken + built
     return times
 

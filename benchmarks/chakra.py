@@ -23,12 +23,11 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
-from traceloom.chakra import conversion
-from traceloom.chakra.graph import read_graph, write_rank
-from traceloom.chakra.stream import EtReader
-from traceloom.model import graph_store
-from traceloom.model.graph import Graph
-from traceloom.model.graph_schema import GRAPH_SCHEMAS
+from traceloom.formats.chakra.files import EtReader
+from traceloom.graph import graph as graph_store
+from traceloom.graph.graph import GRAPH_SCHEMAS, Graph
+from traceloom.workload.chakra import convert
+from traceloom.workload.chakra.graph_read import read_graph, write_rank
 
 STEPS = ("write graph", "read graph", "streamed", "messages", "json lines")
 PERIOD = 4  # nodes per op: its self time, its launch, its kernel, the gap behind it
@@ -117,7 +116,7 @@ def step(name: str, folder: Path) -> tuple[float, float, float]:
 
     def messages(target: Path) -> None:
         with EtReader(et) as reader:
-            conversion.write_messages(target, reader.metadata, reader, force=True)
+            convert.write_messages(target, reader.metadata, reader, force=True)
 
     def streamed() -> None:
         with EtReader(et) as reader:

@@ -14,9 +14,9 @@ from pathlib import Path
 import polars as pl
 
 from traceloom.analyze.kernel_kinds import kinds
-from traceloom.link import link_session
-from traceloom.read import load
-from traceloom.simulate import rescale
+from traceloom.formats import load
+from traceloom.graph import link_session
+from traceloom.workload.simulate.device import rescale
 
 PAIRS = (("h100", "mi300", "MI300X"), ("mi300", "h100", "H100 SXM"))
 MODELS = ("bert_small", "qwen_0.5b")

@@ -31,12 +31,13 @@ import numpy as np
 
 import traceloom
 from traceloom.capture.manifest import nearest
+from traceloom.changes.bounds import least_ns
+from traceloom.changes.changes import parse
+from traceloom.changes.whatif import scenario_of
 from traceloom.findings import RULES, Context, Ranked, findings, rank
-from traceloom.link.job import join
-from traceloom.link.rank import link_rank
-from traceloom.retime import Plan, calibrate
-from traceloom.simulate import parse, scenario_of
-from traceloom.simulate.limits import least_ns
+from traceloom.graph import Plan, calibrate
+from traceloom.graph.job import join_ranks
+from traceloom.graph.rank import link_rank
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
@@ -239,7 +240,7 @@ class Answer:
 
 def _answers(job: Job, changes: Iterable[tuple[str, Change]], ranks: Collection[int]) -> Iterator[Answer]:
     run = job.run()
-    graph = calibrate(join([link_rank(run.trace(rank).build()) for rank in ranks]))
+    graph = calibrate(join_ranks([link_rank(run.trace(rank).build()) for rank in ranks]))
     plan, window = Plan(graph), _window(run, ranks)
     for text, change in changes:
         scenario = scenario_of(graph, [parse(text)])

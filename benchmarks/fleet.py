@@ -41,23 +41,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from support.jobs import ParallelRecipe, parallel_job
 from support.sessions import busy_step
-from traceloom.collect.cluster import DaskEngine
-from traceloom.collect.engine import EngineTask, TaskFile
-from traceloom.collect.executors import ProcessEngine
-from traceloom.collect.pipeline import CapturePipeline
-from traceloom.collect.questions.asking import Period
-from traceloom.collect.questions.catalogue import QUESTIONS
-from traceloom.collect.questions.frames import QuestionFrames
-from traceloom.collect.table_writer import WriterProcess
-from traceloom.fleet.attribution import attribution
-from traceloom.fleet.characterise import top_kernels
-from traceloom.fleet.documents import Prices
-from traceloom.fleet.owners import periods
-from traceloom.read import load
-from traceloom.store.objects import Objects
-from traceloom.store.state import CaptureRecord, FileOfCapture, State
-from traceloom.store.tables import Tables
-from traceloom.store.usage import hours, minutes
+from traceloom.fleet.analyses.attribution import attribution, periods
+from traceloom.fleet.analyses.kernels import top_kernels
+from traceloom.fleet.questions.catalogue import QUESTIONS
+from traceloom.fleet.questions.declaration import Period, QuestionFrames
+from traceloom.fleet.rules import Prices
+from traceloom.fleet.service.committer import WriterProcess
+from traceloom.fleet.service.executors import DaskEngine, ProcessEngine
+from traceloom.fleet.service.pipeline import CapturePipeline
+from traceloom.fleet.service.tasks import EngineTask, TaskFile
+from traceloom.fleet.store.captures import CaptureRecord, FileOfCapture, State
+from traceloom.fleet.store.objects import Objects
+from traceloom.fleet.store.schema import hours, minutes
+from traceloom.fleet.store.tables import Tables
+from traceloom.formats import load
 from traceloom.testing import TraceBuilder
 
 LIMITS = {

@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from traceloom.agent.uplink.messages import (
+from traceloom.agent.fleet_link.protocol import (
     ArmedProcess,
     ClockOffset,
     Heartbeat,
@@ -32,9 +32,9 @@ from traceloom.agent.uplink.messages import (
     UsageRow,
     WorkAnswer,
 )
-from traceloom.collect.client import FleetClient
+from traceloom.cli.upload import FleetClient
 from traceloom.errors import TraceloomError
-from traceloom.store.state import State
+from traceloom.fleet.store.captures import State
 
 DEVICES, BEAT_S, POLL_S = 8, 10.0, 30
 CLOCK = ClockOffset(offset_ns=1_000_000, error_ns=300_000, round_trips=16)

@@ -25,12 +25,12 @@ from pathlib import Path
 import numpy as np
 
 import traceloom
-from traceloom.analyze import gate
-from traceloom.analyze.gate.summary import OperatorCalls
-from traceloom.model.step_log import WARM_UP
+from traceloom.analyze import gate, gate_summary
+from traceloom.analyze.gate_summary import OperatorCalls
+from traceloom.trace.session import WARM_UP
 
 BATCHES = 20
-Pools = tuple[list[gate.RunSummary], list[gate.RunSummary]]
+Pools = tuple[list[gate_summary.RunSummary], list[gate_summary.RunSummary]]
 CONDITIONS = (
     "step_time > 0%", "step_time > 2%", "median(step_time) > 2%", "p10(step_time) > 0%", "p10(step_time) > 2%",
 )  # fmt: skip
@@ -78,19 +78,19 @@ for number in range(int(sys.argv[3]) if len(sys.argv) > 3 else 0):
 """
 
 
-def record(folder: Path, steps: int, batches: int) -> gate.RunSummary:
+def record(folder: Path, steps: int, batches: int) -> gate_summary.RunSummary:
     """Record one run, unless it is there, and take what a check needs of it."""
     if not folder.exists():
         program = [sys.executable, str(folder.parent / "train.py"), str(steps), str(batches)]
         recording = [sys.executable, "-m", "traceloom", "record", "-q", "--no-graph-step", "-o", str(folder), "--"]
         subprocess.run([*recording, *program], check=True)
-    return gate.summarise(traceloom.load(folder, cache=False))
+    return gate_summary.summarise(traceloom.load(folder, cache=False))
 
 
-def timed(file: Path) -> gate.RunSummary:
+def timed(file: Path) -> gate_summary.RunSummary:
     """The processor times of a run that was not recorded."""
     took = [float(ns) for ns in json.loads(file.read_text(encoding="utf-8"))][WARM_UP:]
-    return gate.RunSummary(file.stem, [], OperatorCalls([], [], []), took, [0], {"step_time": took[:1]}, {})
+    return gate_summary.RunSummary(file.stem, [], OperatorCalls([], [], []), took, [0], {"step_time": took[:1]}, {})
 
 
 def make(args: argparse.Namespace, folder: Path) -> Pools:

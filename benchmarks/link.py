@@ -32,10 +32,10 @@ SOURCE = DATA / "kineto" / "h100_qwen_0.5b.json.gz"
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 OURS = """
 import json, resource, sys, time
-from traceloom.link.job import join
-from traceloom.link.rank import link_rank
-from traceloom.read import load
-from traceloom.retime import calibrate
+from traceloom.graph.job import join_ranks as join
+from traceloom.graph.rank import link_rank
+from traceloom.formats import load
+from traceloom.graph import calibrate
 times = [time.perf_counter()]
 trace = load(sys.argv[1], cache=False).traces[0]; times.append(time.perf_counter())
 graph = join([link_rank(trace, None)]); times.append(time.perf_counter())

@@ -26,11 +26,9 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.allocations import answers, explain
-from traceloom.analyze.allocations.table import slices
-from traceloom.model import Trace
-from traceloom.model.schema import SCHEMAS, empty
-from traceloom.model.trace import Meta
+from traceloom.analyze.memory_answers import answers, explain
+from traceloom.analyze.memory_owners import slices
+from traceloom.trace.trace import SCHEMAS, Meta, Trace, empty
 
 LIMIT_SECONDS = 20
 LIMIT_SCOPE_US = 1.0

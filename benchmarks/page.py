@@ -22,8 +22,8 @@ from typing import Any
 from playwright.sync_api import Browser, sync_playwright
 
 import traceloom
-from traceloom.report import document
-from traceloom.report.views.html import render
+from traceloom.report import run
+from traceloom.report.views.page import render_report_page
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 LOADS = 3
@@ -74,9 +74,9 @@ def main() -> None:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
         for given in asked.inputs:
             session = traceloom.load(given)
-            made = document.build(session)
+            made = run.build(session)
             began = time.perf_counter()
-            text = render(made, session)
+            text = render_report_page(made, session)
             took = time.perf_counter() - began
             path = folder / f"{Path(given).name}.html"
             path.write_text(text, encoding="utf-8")

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from traceloom.link.job import join
-from traceloom.link.rank import link_rank
-from traceloom.retime import ABSENT, Plan, calibrate
+from traceloom.graph import ABSENT, Plan, calibrate
+from traceloom.graph.job import join_ranks
+from traceloom.graph.rank import link_rank
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
@@ -106,7 +106,7 @@ def main(jobs: int = 100, first: int = 0) -> None:
         made = parallel_recipe(seed) if parallel else recipe(seed)
         job = parallel_job(made) if isinstance(made, ParallelRecipe) else training_job(made)
         traces = job.run().traces(sync_records=seed % 2 == 0)
-        graph = calibrate(join([link_rank(builder.build()) for builder in traces]))
+        graph = calibrate(join_ranks([link_rank(builder.build()) for builder in traces]))
         plan = Plan(graph)
         for what, change in changes(made).items():
             times = plan.evaluate(*changed(graph, change, ABSENT))

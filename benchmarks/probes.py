@@ -26,16 +26,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from traceloom.agent.bpf.call_probes import CallProbes, ProbedCall
-from traceloom.agent.bpf.call_stacks import MOST_IN_WINDOW, CallStacks
-from traceloom.agent.bpf.mappings import mappings, open_mapped
-from traceloom.agent.bpf.python_frames import PythonFrames
-from traceloom.agent.bpf.step_probes import StepProbes
-from traceloom.agent.bpf.support import unsupported
-from traceloom.agent.bpf.symbols import Symbols
-from traceloom.agent.owners import Process
-from traceloom.agent.profilers import Window
-from traceloom.agent.profilers.probed import AllocationsProfiler
+from traceloom.agent.ownership.model import Process
+from traceloom.agent.probes.call_stacks import MOST_IN_WINDOW, CallStacks
+from traceloom.agent.probes.calls import CallProbes, ProbedCall, unsupported
+from traceloom.agent.probes.elf import mappings, open_mapped
+from traceloom.agent.probes.python_frames import PythonFrames
+from traceloom.agent.probes.steps import StepProbes
+from traceloom.agent.probes.symbols import Symbols
+from traceloom.agent.profilers.base import AllocationsProfiler, Window
 
 LIMIT = 0.01  # of a step
 JOB = """

@@ -31,7 +31,7 @@ FILES = ("kineto/h100_owlv2", "kineto/h100_qwen_0.5b", "kineto/a100_ddp_nccl", "
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 OURS_LOAD = """
 import json, os, sys, time
-from traceloom.read import load
+from traceloom.formats import load
 started, cpu = time.perf_counter(), sum(os.times()[:4])
 load(sys.argv[1], cache=False)
 print(json.dumps({"load_s": time.perf_counter() - started, "load_cpu_s": sum(os.times()[:4]) - cpu}))

@@ -33,9 +33,10 @@ import polars as pl
 import torch
 
 import traceloom
-from traceloom.replay import RankPlan, RunOptions, make_plan
-from traceloom.replay.running import Execution
-from traceloom.testing.host_trace import HostTraceBuilder
+from traceloom.testing.host_trace_builder import HostTraceBuilder
+from traceloom.workload.replay.plan import RankPlan
+from traceloom.workload.replay.planning import make_plan
+from traceloom.workload.replay.running import Execution, RunOptions
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT / "examples"), str(ROOT / "tests"), str(ROOT / "benchmarks")]

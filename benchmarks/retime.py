@@ -19,12 +19,10 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
-from traceloom.link.job import join
-from traceloom.link.rank import link_rank
-from traceloom.model.graph import Graph
-from traceloom.model.graph_schema import GRAPH_SCHEMAS
-from traceloom.model.points import topological
-from traceloom.retime import Plan, calibrate, law
+from traceloom.graph import Plan, calibrate, law
+from traceloom.graph.graph import GRAPH_SCHEMAS, Graph, topological_order
+from traceloom.graph.job import join_ranks
+from traceloom.graph.rank import link_rank
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
@@ -39,7 +37,7 @@ JOBS = {
 
 def linked(recipe: Recipe) -> Graph:
     """The graph of a made job, not calibrated."""
-    return join([link_rank(builder.build()) for builder in training_job(recipe).run().traces()])
+    return join_ranks([link_rank(builder.build()) for builder in training_job(recipe).run().traces()])
 
 
 def repeated(graph: Graph, nodes: int) -> Graph:
@@ -102,7 +100,7 @@ def main() -> None:
         one = linked(recipe)
         for nodes in args.nodes:
             graph = repeated(one, nodes)
-            order, _ = best(1, lambda graph=graph: topological(graph.nodes.height, *graph.points()))
+            order, _ = best(1, lambda graph=graph: topological_order(graph.nodes.height, *graph.points()))
             calibrating, graph = best(1, lambda graph=graph: calibrate(graph))
             planning, plan = best(1, lambda graph=graph: Plan(graph))
             passing, times = best(args.runs, plan.evaluate)

@@ -21,13 +21,12 @@ import numpy as np
 import polars as pl
 from read import OUT, Run, measured
 
-from traceloom.chakra.plain import PLAIN, Pairs, PlainNodes, plain_metadata, write_plain
-from traceloom.chakra.schema import CollectiveCommType, NodeType
-from traceloom.simulate.machine import Dimension, Machine
-from traceloom.simulate.native.evaluation import course, plan_of
-from traceloom.simulate.native.inputs import open_input
-from traceloom.simulate.native.operations import operations, transfers_ns
-from traceloom.simulate.native.pricing import transfers_on
+from traceloom.formats.chakra.et_pb2 import CollectiveCommType, NodeType
+from traceloom.formats.chakra.nodes import PLAIN, Pairs, PlainNodes, plain_metadata, write_plain
+from traceloom.workload.simulate.evaluation import course, plan_of
+from traceloom.workload.simulate.inputs import open_input
+from traceloom.workload.simulate.machine import Dimension, Machine
+from traceloom.workload.simulate.transfers import operations, transfers_ns, transfers_on
 
 _MIB = 1 << 20
 _COMPUTE, _COLLECTIVE = int(NodeType.COMP_NODE), int(NodeType.COMM_COLL_NODE)

@@ -20,10 +20,9 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from traceloom.agent.owners import Process
-from traceloom.agent.profilers import Window
-from traceloom.agent.profilers.dump import take
-from traceloom.agent.profilers.stacks import StacksProfiler
+from traceloom.agent.ownership.model import Process
+from traceloom.agent.profilers.base import Window
+from traceloom.agent.profilers.py_spy import StacksProfiler, accept_entries
 
 PROGRAM = """
 import time, torch
@@ -79,14 +78,14 @@ def main() -> None:
 
         async def dumps() -> None:
             for _ in range(DUMPS):
-                await take(process)
+                await accept_entries(process)
 
         for turn in range(args.turns):
             window = Window(0, args.seconds, None)
             during("alone", lambda: asyncio.sleep(args.seconds))
             during("sampled", lambda: StacksProfiler().record(process, window, directory, f"turn{turn}"))  # noqa: B023
             during("dumps", dumps)
-            during("native dump", lambda: take(process, native=True))
+            during("native dump", lambda: accept_entries(process, native=True))
         program.kill()
         program.wait()
         lines = [line.split() for line in log.read_text(encoding="ascii").splitlines()[1:-1]]

@@ -20,10 +20,10 @@ import numpy as np
 import polars as pl
 from playwright.sync_api import Page, sync_playwright
 
-from traceloom.model import Meta, Session, Trace
-from traceloom.model.schema import SCHEMAS, empty
-from traceloom.report.views.html import render
-from traceloom.report.views.html.timeline import build
+from traceloom.report.views.page import render_report_page
+from traceloom.report.views.timeline import build
+from traceloom.trace.session import Session
+from traceloom.trace.trace import SCHEMAS, Meta, Trace, empty
 
 THREADS, DEPTH, STREAMS = 8, 4, 8
 SPAN_NS = 2_000_000_000
@@ -95,7 +95,9 @@ def session(count: int) -> Session:
 def page_of(made: Session) -> str:
     """The page with nothing but the timeline."""
     rank = {"rank": 0, "window_ns": SPAN_NS, "event_count": made.traces[0].events.height, "devices": [], "steps": []}
-    return render({"ranks": [rank], "name": "made", "answer": {"sentence": "A made trace.", "parts": []}}, made)
+    return render_report_page(
+        {"ranks": [rank], "name": "made", "answer": {"sentence": "A made trace.", "parts": []}}, made
+    )
 
 
 def rates(page: Page, seconds: float) -> str:

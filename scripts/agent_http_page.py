@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 from made_page import write_or_check
 
-from traceloom.agent.http.routes import ROUTES, Route
+from traceloom.agent.handlers.telemetry import ROUTES, Route
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "agent-http.md"
 _INTRODUCTION = """\

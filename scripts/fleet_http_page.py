@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 from made_page import write_or_check
 
-from traceloom.agent.http.openapi import document
-from traceloom.collect.app import ROUTES
+from traceloom.fleet.service.app import ROUTES
+from traceloom.server.routing import document
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "fleet-http.md"
 _INTRODUCTION = """\

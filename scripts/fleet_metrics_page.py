@@ -7,7 +7,7 @@ from pathlib import Path
 
 from made_page import write_or_check
 
-from traceloom.collect.metrics import FLEET_METRICS, FleetMetric
+from traceloom.fleet.service.service import FLEET_METRICS, FleetMetric
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "fleet-metrics.md"
 _INTRODUCTION = """\

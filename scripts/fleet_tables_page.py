@@ -9,7 +9,7 @@ from pathlib import Path
 import polars as pl
 from made_page import write_or_check
 
-from traceloom.store.schemas import SCHEMAS, VERSION, TableSchema
+from traceloom.fleet.store.schema import SCHEMAS, VERSION, TableSchema
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "fleet-tables.md"
 _INTRODUCTION = f"""\

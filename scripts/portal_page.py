@@ -7,8 +7,8 @@ from pathlib import Path
 
 from made_page import write_or_check
 
-from traceloom.portal.pages import PAGES
-from traceloom.portal.table import LEAF
+from traceloom.fleet.portal.app import PAGES
+from traceloom.fleet.portal.tables import LEAF
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "pages.md"
 _TEXT = f"""\

@@ -15,9 +15,9 @@ from typing import Any
 
 import document_types
 
-from traceloom.model.columns import column
-from traceloom.report.absent import REASONS
+from traceloom.report.document import REASONS
 from traceloom.report.sections import every, reasons
+from traceloom.trace.columns import column
 
 REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
 ROOTS = {

@@ -22,13 +22,13 @@ from static import every_parser, sql
 from support.agent_server import ANNA, SmallAgent, listening
 from support.prometheus import free_port
 from support.waiting import until
-from traceloom.agent.client import AgentClient
 from traceloom.agent.config import Config
-from traceloom.agent.http.answers import RequestError
-from traceloom.agent.http.app import METRICS_PATH, build_app
-from traceloom.agent.http.peers import Peer
-from traceloom.agent.http.routes import ROUTES as AGENT_ROUTES
+from traceloom.agent.handlers.app import build_app
+from traceloom.agent.handlers.telemetry import ROUTES as AGENT_ROUTES
 from traceloom.errors import TraceloomError
+from traceloom.server.access import Peer
+from traceloom.server.client import AgentClient
+from traceloom.server.problem import METRICS_PATH, RequestError
 
 KEYS = frozenset({"pid", "ppid", "monotonic_ns", "seconds", "uptime_seconds"})
 MASKS = (

@@ -24,12 +24,12 @@ from support.running_service import RunningService
 from support.simulated_hosts import SimulatedHost, ranked_process
 from support.waiting import until
 from traceloom.cli import main
-from traceloom.collect.app import ROUTES as FLEET_ROUTES
 from traceloom.errors import TraceloomError
-from traceloom.portal.pages import PAGES
-from traceloom.store.state import ROLES
-from traceloom.store.tables import Tables
-from traceloom.testing.weeks import TEAMS, WeeksRecipe, made_weeks
+from traceloom.fleet.portal.app import PAGES
+from traceloom.fleet.service.app import ROUTES as FLEET_ROUTES
+from traceloom.fleet.store.captures import ROLES
+from traceloom.fleet.store.tables import Tables
+from traceloom.testing.fleet_weeks import TEAMS, WeeksRecipe, made_weeks
 
 MASKS = (
     (re.compile(r"\bc[0-9a-f]{20}\b"), "<capture>"), (re.compile(r"(?:(?<=%2F)|\b)[0-9a-f]{16}\b"), "<request>"),

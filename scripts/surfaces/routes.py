@@ -12,9 +12,9 @@ from urllib.parse import quote, urlencode
 import msgspec
 from answers import Describer, digest
 
-from traceloom.agent.http.app import METRICS_PATH
-from traceloom.agent.http.routes import ROUTES as AGENT_ROUTES
-from traceloom.collect.app import ROUTES as FLEET_ROUTES
+from traceloom.agent.handlers.telemetry import ROUTES as AGENT_ROUTES
+from traceloom.fleet.service.app import ROUTES as FLEET_ROUTES
+from traceloom.server.problem import METRICS_PATH
 
 TIME = {"since": "2020-10-05", "until": "2020-10-28"}  # long before now, so that nothing of now is in it
 JOB, KERNEL = "recommender-0-28", "recommender_sm90_gemm_bf16_1"

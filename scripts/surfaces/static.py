@@ -24,21 +24,20 @@ import msgspec
 
 import traceloom
 from traceloom.agent.config import Config
-from traceloom.agent.http.openapi import document
-from traceloom.agent.http.routes import ROUTES as AGENT_ROUTES
+from traceloom.agent.handlers.telemetry import ROUTES as AGENT_ROUTES
 from traceloom.agent.metrics import METRICS, PREFIX
 from traceloom.cli import OVERVIEW, parser
-from traceloom.collect.app import ROUTES as FLEET_ROUTES
-from traceloom.collect.metrics import FLEET_METRICS
-from traceloom.collect.trigger_rules import FleetRules
-from traceloom.fleet.documents import OwnerRule, Prices
-from traceloom.model.columns import COLUMNS
-from traceloom.model.graph_schema import GRAPH_SCHEMAS
-from traceloom.model.schema import SCHEMAS as TRACE_SCHEMAS
-from traceloom.portal.pages import PAGES
-from traceloom.replay.plan import PLAN_SCHEMAS
-from traceloom.store.schemas import SCHEMAS as FLEET_SCHEMAS
-from traceloom.store.state import State
+from traceloom.fleet.portal.app import PAGES
+from traceloom.fleet.rules import FleetRules, OwnerRule, Prices
+from traceloom.fleet.service.app import ROUTES as FLEET_ROUTES
+from traceloom.fleet.service.service import FLEET_METRICS
+from traceloom.fleet.store.captures import State
+from traceloom.fleet.store.schema import SCHEMAS as FLEET_SCHEMAS
+from traceloom.graph.graph import GRAPH_SCHEMAS
+from traceloom.server.routing import document
+from traceloom.trace.columns import COLUMNS
+from traceloom.trace.trace import SCHEMAS as TRACE_SCHEMAS
+from traceloom.workload.replay.plan import PLAN_SCHEMAS
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = Path(traceloom.__file__).parent

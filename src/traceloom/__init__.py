@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from traceloom.lazy import lazy
+from traceloom.system.lazy_import import lazy
 
 __version__ = "0.2.0"
 
@@ -22,17 +22,16 @@ lazy(
         "autoprofile": ".capture.autoprofile",
         # reading and understanding
         "analyze": None,
-        "load": ".read",
-        "load_runs": ".read",
+        "load": ".formats",
+        "load_runs": ".formats",
         "findings": None,
-        "link": None,
-        "retime": None,
-        "whatif": ".simulate",
-        "show": ".report.views.notebook",
-        "Graph": ".model",
-        "Session": ".model",
-        "Trace": ".model",
-        "Notice": ".model",
+        "graph": None,
+        "whatif": ".changes.whatif",
+        "show": ".report.views.markdown",
+        "Graph": ".graph.graph",
+        "Session": ".trace.session",
+        "Trace": ".trace.trace",
+        "Notice": ".trace.notice",
         # errors
         "TraceloomError": ".errors",
         "UsageError": ".errors",
@@ -48,12 +47,12 @@ lazy(
 if TYPE_CHECKING:
     from traceloom import analyze as analyze
     from traceloom import findings as findings
-    from traceloom import link as link
-    from traceloom import retime as retime
+    from traceloom import graph as graph
     from traceloom.capture import record as record
     from traceloom.capture import step as step
     from traceloom.capture.autoprofile import autoprofile as autoprofile
     from traceloom.capture.scope import scope as scope
+    from traceloom.changes.whatif import whatif as whatif
     from traceloom.errors import CaptureError as CaptureError
     from traceloom.errors import CheckError as CheckError
     from traceloom.errors import InputError as InputError
@@ -62,11 +61,10 @@ if TYPE_CHECKING:
     from traceloom.errors import PartialError as PartialError
     from traceloom.errors import TraceloomError as TraceloomError
     from traceloom.errors import UsageError as UsageError
-    from traceloom.model import Graph as Graph
-    from traceloom.model import Notice as Notice
-    from traceloom.model import Session as Session
-    from traceloom.model import Trace as Trace
-    from traceloom.read import load as load
-    from traceloom.read import load_runs as load_runs
-    from traceloom.report.views.notebook import show as show
-    from traceloom.simulate.whatif import whatif as whatif
+    from traceloom.formats import load as load
+    from traceloom.formats import load_runs as load_runs
+    from traceloom.graph.graph import Graph as Graph
+    from traceloom.report.views.markdown import show as show
+    from traceloom.trace.notice import Notice as Notice
+    from traceloom.trace.session import Session as Session
+    from traceloom.trace.trace import Trace as Trace

@@ -7,8 +7,7 @@ import gc
 import os
 import sys
 
-from traceloom import leaving
-from traceloom.harmless import guard_standard_streams
+from traceloom.system import process
 
 _ALLOCATIONS = 300_000  # between two looks for cycles; after the usual 700, loading modules alone has dozens
 _LARGE = 4 << 20  # until glibc has seen such a block freed, it hands memory back at once, and every column faults anew
@@ -19,7 +18,7 @@ def console() -> int:
 
     Garbage collector and allocator are tuned here, and not in `main`, which others call from processes of their own.
     """
-    leaving.begin()
+    process.install_signal_handlers()
     # Import nothing from the current directory, which may be an archive of a stranger. `python -m` puts it first by
     # itself, and so does an empty entry of PYTHONPATH.
     home = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120  (pathlib is not loaded)
@@ -29,10 +28,11 @@ def console() -> int:
         current = ""  # it is gone
     sys.path[:] = [entry for entry in sys.path if entry == home or entry not in {"", current}]
     from traceloom.cli import main
+    from traceloom.system.sanitize import sanitize_standard_streams
 
     gc.set_threshold(_ALLOCATIONS)
     bytes(_LARGE)
-    guard_standard_streams()
+    sanitize_standard_streams()
     code = main()
     try:
         atexit._run_exitfuncs()  # noqa: SLF001  (what libraries have to do at the end)

@@ -11,13 +11,12 @@ import pytest
 
 from support.beside import put, series, stacks, telemetry
 from traceloom import load
-from traceloom.model import Session
-from traceloom.report import document
-from traceloom.report.table import Col
-from traceloom.report.views.html import render
-from traceloom.report.views.html.frame import framed, one_after_the_other
-from traceloom.report.views.html.table import table
+from traceloom.report import run
+from traceloom.report.document import Col
+from traceloom.report.views.page import list_sections, render_page, render_report_page
+from traceloom.report.views.page_table import table
 from traceloom.testing import TraceBuilder
+from traceloom.trace.session import Session
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 
@@ -125,10 +124,10 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     runs["rooted"] = load(rooted.write(folder / "rooted.json"))
     runs["beside"] = run_with_stacks(folder / "beside")
     out["numbers"] = folder / "numbers.html"
-    out["numbers"].write_text(framed(**NUMBERS, **one_after_the_other([("s", "S", "", numbers())])), encoding="utf-8")
+    out["numbers"].write_text(render_page(**NUMBERS, **list_sections([("s", "S", "", numbers())])), encoding="utf-8")
     for name, session in runs.items():
         out[name] = folder / f"{name}.html"
-        out[name].write_text(render(document.build(session), session), encoding="utf-8")
+        out[name].write_text(render_report_page(run.build(session), session), encoding="utf-8")
     return out
 
 

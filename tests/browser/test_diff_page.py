@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from traceloom.analyze import compare
-from traceloom.model import Session
-from traceloom.report.comparison import build, page
+from traceloom.report import comparison
+from traceloom.report.comparison import build
 from traceloom.testing import TraceBuilder
+from traceloom.trace.session import Session
 
 pytestmark = pytest.mark.browser
 
@@ -36,7 +37,7 @@ def run(kernel_us: float, device: str, extra: str) -> Session:
 def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
     base, new = run(10, "NVIDIA H100 80GB HBM3", "last"), run(20, "AMD Instinct MI300X", EVIL)
     path: Path = tmp_path_factory.mktemp("diff") / "diff.html"
-    path.write_text(page.render(build(compare(base, new), base, new)), encoding="utf-8")
+    path.write_text(comparison.render(build(compare(base, new), base, new)), encoding="utf-8")
     return path.as_uri()
 
 

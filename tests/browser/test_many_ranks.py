@@ -10,8 +10,8 @@ import pytest
 
 import traceloom
 from support.jobs import LateHost, ParallelRecipe, SlowRank, parallel_job
-from traceloom.report import document
-from traceloom.report.views.html import render
+from traceloom.report import run
+from traceloom.report.views.page import render_report_page
 
 pytestmark = pytest.mark.browser
 
@@ -25,7 +25,7 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     session = traceloom.load(parallel_job(recipe).run().write(folder / "job"), cache=False)
     path = folder / "page.html"
-    path.write_text(render(document.build(session), session), encoding="utf-8")
+    path.write_text(render_report_page(run.build(session), session), encoding="utf-8")
     return path
 
 

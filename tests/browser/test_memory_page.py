@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from traceloom.model import Session, Trace
 from traceloom.report import build as report
 from traceloom.report.memory import build
-from traceloom.report.memory.page import render
-from traceloom.report.views.html import render as report_page
+from traceloom.report.views.page import render
+from traceloom.report.views.page import render_report_page as report_page
 from traceloom.testing import TraceBuilder
+from traceloom.trace.session import Session
+from traceloom.trace.trace import Trace
 
 pytestmark = pytest.mark.browser
 

@@ -17,7 +17,7 @@ from support.patient_service import patient  # noqa: E402
 from support.running_service import RunningService  # noqa: E402
 from support.simulated_hosts import SimulatedHost  # noqa: E402
 from support.waiting import until  # noqa: E402
-from traceloom.agent.uplink.messages import HostDevice, HostProcess  # noqa: E402
+from traceloom.agent.fleet_link.protocol import HostDevice, HostProcess  # noqa: E402
 
 pytestmark = pytest.mark.browser
 

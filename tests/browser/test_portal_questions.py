@@ -16,8 +16,8 @@ for package in ("sqlalchemy", "obstore", "deltalake", "htpy"):
 from support.demo_store import demo_store  # noqa: E402
 from support.portal_pages import addresses  # noqa: E402
 from support.served_demo import served_demo  # noqa: E402
-from traceloom.collect.client import FleetClient  # noqa: E402
-from traceloom.testing.weeks import Weeks  # noqa: E402
+from traceloom.cli.upload import FleetClient  # noqa: E402
+from traceloom.testing.fleet_weeks import Weeks  # noqa: E402
 
 EVIL = "<img src=x onerror=alert(1)>\u202e'\"&"
 

@@ -11,9 +11,8 @@ import polars as pl
 import pytest
 
 from support.plans import ran, timed_plan
-from traceloom.replay.comparison import compare_replay
-from traceloom.report import replayed as report
-from traceloom.report.replayed import page
+from traceloom.report import replay
+from traceloom.workload.replay.comparison import compare_replay
 
 pytestmark = pytest.mark.browser
 
@@ -26,7 +25,7 @@ def test_the_page_of_a_replay(open_uri: Callable[..., Any], tmp_path: Path, widt
     ops = plan.ranks[0].ops.with_columns(pl.col("name").replace({"aten::mm": EVIL}))
     comparison = compare_replay(replace(plan, ranks={0: replace(plan.ranks[0], ops=ops)}), ran())
     path = tmp_path / "page.html"
-    path.write_text(page.render(report.build(comparison), comparison), encoding="utf-8")
+    path.write_text(replay.render(replay.build(comparison), comparison), encoding="utf-8")
     tab = open_uri(path.as_uri(), viewport={"width": width, "height": 1000}, color_scheme=scheme)
     assert tab.locator("#scatter circle").count() == 2
     events = tab.evaluate(

@@ -493,13 +493,13 @@ def test_rows_and_steps_of_the_page_are_those_of_the_trace(
     browser: Any, shared_data: Any, tmp_path: Any, file: str
 ) -> None:
     """The script derives nesting and steps again; they must come out as the reader's."""
-    from traceloom.read import load
-    from traceloom.report import document
-    from traceloom.report.views.html import render
+    from traceloom.formats import load
+    from traceloom.report import run
+    from traceloom.report.views.page import render_report_page
 
     session = load(str(shared_data / f"{file}.json.gz"))
     path = tmp_path / "page.html"
-    path.write_text(render(document.build(session), session), encoding="utf-8")
+    path.write_text(render_report_page(run.build(session), session), encoding="utf-8")
     page = browser.new_page()
     page.goto(f"{path.as_uri()}#timeline")
     page.wait_for_selector("html[data-ready=yes]", state="attached")

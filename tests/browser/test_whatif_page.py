@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
-from traceloom.link.job import join
-from traceloom.link.rank import link_rank
+from traceloom.changes.changes import parse
+from traceloom.changes.whatif import scenario_of, whatif
+from traceloom.graph import calibrate
+from traceloom.graph.job import join_ranks
+from traceloom.graph.law import law
+from traceloom.graph.rank import link_rank
 from traceloom.report import before_after
 from traceloom.report import whatif as report
-from traceloom.retime import calibrate
-from traceloom.retime.law import law
-from traceloom.simulate import parse, scenario_of, whatif
+from traceloom.report import whatif as report_whatif
 from traceloom.testing import TraceBuilder
 
 pytestmark = pytest.mark.browser
@@ -36,13 +38,13 @@ def trace(rank: int) -> TraceBuilder:
 
 @pytest.fixture(scope="module")
 def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
-    graph = calibrate(join([link_rank(trace(rank).build()) for rank in range(4)]))
+    graph = calibrate(join_ranks([link_rank(trace(rank).build()) for rank in range(4)]))
     changes = [parse("kernels ~ gemm * 0.5"), parse("ops ~ op9 remove")]
     found = whatif(graph, changes)
     view = before_after.build(graph, scenario_of(graph, changes), found)
     path: Path = tmp_path_factory.mktemp("whatif") / "page.html"
     document = report.build(EVIL, None, changes, found, law(graph))
-    path.write_text(before_after.render(document, view), encoding="utf-8")
+    path.write_text(report_whatif.render_before_after_page(document, view), encoding="utf-8")
     return path.as_uri()
 
 

@@ -16,7 +16,7 @@ import yaml
 
 import traceloom
 from support.prometheus import free_port, prometheus, until
-from traceloom.agent.client import AgentClient
+from traceloom.server.client import AgentClient
 from traceloom.testing import TraceBuilder
 
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "how-to"

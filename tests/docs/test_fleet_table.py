@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("htpy", reason="the extra `fleet` is not installed")
 
 from traceloom.cli import parser
-from traceloom.portal.pages import PAGES
+from traceloom.fleet.portal.app import PAGES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "concepts" / "fleet.md"
 

@@ -19,8 +19,8 @@ from support.answering import fill  # noqa: E402
 from support.prometheus import free_port  # noqa: E402
 from support.waiting import until  # noqa: E402
 from traceloom.cli import main  # noqa: E402
-from traceloom.store.tables import Tables  # noqa: E402
-from traceloom.testing.weeks import made_weeks  # noqa: E402
+from traceloom.fleet.store.tables import Tables  # noqa: E402
+from traceloom.testing.fleet_weeks import made_weeks  # noqa: E402
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "questions.md"
 COMMAND = re.compile(r"^\$ traceloom (.*)\n((?:(?!\$ |```).*\n)*)", re.MULTILINE)

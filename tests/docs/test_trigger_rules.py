@@ -10,7 +10,7 @@ import msgspec
 
 from traceloom.agent.config import AnyRule, Config, HangRule, TriggerBudget, load
 from traceloom.cli.agent_views import EXAMPLE_RULES
-from traceloom.collect.trigger_rules import AnyFleetRule, FleetBudget, FleetRules
+from traceloom.fleet.rules import AnyFleetRule, FleetBudget, FleetRules
 
 HOW_TO = Path(__file__).resolve().parents[2] / "docs" / "how-to"
 PAGE = (HOW_TO / "triggers.md").read_text(encoding="utf-8")

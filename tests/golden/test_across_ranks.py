@@ -12,8 +12,8 @@ import pytest
 
 from support.public_traces import DATA
 from traceloom import analyze
-from traceloom.analyze.across.across_ranks import AcrossRanks
-from traceloom.read import load
+from traceloom.analyze.across_ranks import AcrossRanks
+from traceloom.formats import load
 
 pytestmark = [
     pytest.mark.data,

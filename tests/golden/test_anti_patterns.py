@@ -13,7 +13,7 @@ import pytest
 from support.public_traces import DATA, swept
 from traceloom.analyze import anti_patterns
 from traceloom.analyze.anti_patterns import RULES
-from traceloom.read import load
+from traceloom.formats import load
 
 FILES = sorted(
     f"{folder}/{path.name.removesuffix('.json.gz')}"

@@ -12,7 +12,7 @@ import pytest
 
 from support import astra_sim
 from support.public_traces import DATA
-from traceloom.simulate.astra_sim.nodes import RankNodes
+from traceloom.workload.simulate.astra_sim.nodes import RankNodes
 
 NETWORK, WORKLOADS = (DATA / "golden" / name for name in ("network_cycles.tsv", "workload_cycles.tsv"))
 
@@ -105,7 +105,7 @@ def test_the_files_have_all_their_rows() -> None:
 
 def test_the_algorithm_of_a_set_of_files(tmp_path: Path) -> None:
     """The public example of ASTRA-sim: a ring of 8 ranks and 1 MiB, with reductions of 7 us."""
-    from traceloom.simulate.astra_sim import simulate
+    from traceloom.workload.simulate.astra_sim.run import simulate
 
     network = astra_sim.network("Ring", "8", "50", "500")
     read = astra_sim.one_collective(tmp_path / "set", "all_reduce", 8, 1 << 20)
@@ -125,10 +125,10 @@ def test_the_validated_example_with_two_chunks_under_way(tmp_path: Path) -> None
 @pytest.mark.parametrize(("gpu_only", "most"), [(False, 0.003), (True, 0.019)])
 def test_a_converted_job_ends_when_it_was_measured_to_end(tmp_path: Path, gpu_only: bool, most: float) -> None:
     """DLRM, 8 ranks: within what the real simulator gives with recorded transfers."""
-    from traceloom.chakra.astra_sim import to_astra_sim
-    from traceloom.link import link_session
-    from traceloom.read import load
-    from traceloom.simulate.astra_sim import measured_ends, recorded_ends
+    from traceloom.formats import load
+    from traceloom.graph import link_session
+    from traceloom.workload.chakra.astra_sim import to_astra_sim
+    from traceloom.workload.simulate.astra_sim.run import measured_ends, recorded_ends
 
     graph = link_session(load(*(DATA / "multirank" / f"dlrm_rank{rank}.kineto.json.gz" for rank in range(8))))
     to_astra_sim(graph, gpu_only=gpu_only).write(tmp_path / "set")

@@ -18,10 +18,10 @@ import pytest
 
 import traceloom
 from support.public_traces import DATA
-from traceloom.plain_text import encoded
 from traceloom.report import ReportOptions, build
-from traceloom.report.formats import FORMATS, Report
+from traceloom.report.views.files import FORMATS, Report
 from traceloom.report.views.terminal import render
+from traceloom.system.text import encode_utf8
 
 DIGESTS = Path(__file__).parent / "bytes.json"
 EXPECTED: dict[str, dict[str, str]] = json.loads(DIGESTS.read_text(encoding="utf-8"))
@@ -35,7 +35,7 @@ def outputs(pattern: str) -> Iterator[tuple[str, bytes]]:
     session = traceloom.load(*(file.relative_to(DATA) for file in sorted(DATA.glob(pattern))), cache=False)
     options = ReportOptions(full=True)
     document = build(session, options)
-    yield "terminal", encoded("\n".join(line.plain for line in render(document, options, WIDTH)))
+    yield "terminal", encode_utf8("\n".join(line.plain for line in render(document, options, WIDTH)))
     for form in FORMATS:
         if not form.endings[0].endswith(".gz"):
             stream = io.BytesIO()

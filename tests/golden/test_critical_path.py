@@ -15,7 +15,7 @@ import traceloom
 from support.public_traces import DATA
 from traceloom.analyze import critical_path
 from traceloom.errors import UsageError
-from traceloom.link import link_session
+from traceloom.graph import link_session
 
 KINETO = sorted(path for folder in ("kineto", "critical_path", "diff") for path in (DATA / folder).glob("*.json.gz"))
 

@@ -11,11 +11,12 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from traceloom.link import link_session
-from traceloom.model import Graph, Session
-from traceloom.read import load
-from traceloom.replay import make_plan
-from traceloom.replay.plan import NO_SOURCES
+from traceloom.formats import load
+from traceloom.graph import link_session
+from traceloom.graph.graph import Graph
+from traceloom.trace.session import Session
+from traceloom.workload.replay.plan import NO_SOURCES
+from traceloom.workload.replay.planning import make_plan
 
 CUDA = Path(__file__).resolve().parents[1] / "data" / "cuda"
 

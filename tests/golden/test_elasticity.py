@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from support.public_traces import DATA
-from traceloom.link.rank import link_rank
-from traceloom.model import Graph
-from traceloom.read import read_kineto
-from traceloom.retime import Plan, calibrate
+from traceloom.formats import read_kineto
+from traceloom.graph import Plan, calibrate
+from traceloom.graph.graph import Graph
+from traceloom.graph.rank import link_rank
 
 GPU = ["kernel", "copy", "fill", "collective", "send", "receive"]
 HOST = ["host", "think", "launch", "block"]

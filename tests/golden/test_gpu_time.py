@@ -7,7 +7,7 @@ import pytest
 
 from support.public_traces import GPU_TIME, NEEDS_TRACES, trace_of
 from traceloom.analyze import communication, gpu_time, idle, kernels, longest_gaps, step_times
-from traceloom.analyze.breakdown import FIELDS
+from traceloom.analyze.gpu_time import FIELDS
 
 pytestmark = NEEDS_TRACES
 on_every_trace = pytest.mark.parametrize("path", sorted(GPU_TIME))

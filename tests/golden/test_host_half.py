@@ -16,8 +16,9 @@ import pytest
 from support.public_traces import CALLS, GPU_WORK, OPERATORS, swept
 from traceloom import analyze, load
 from traceloom.findings import findings
-from traceloom.model import Session, Trace
-from traceloom.model import category as cat
+from traceloom.trace import vocabulary as cat
+from traceloom.trace.session import Session
+from traceloom.trace.trace import Trace
 
 HOST = {"user_annotation", "python_function", "mtia_runtime", *OPERATORS, *CALLS}
 NAMES = sorted(path.name for path in (Path(__file__).parents[3] / "shared" / "data" / "kineto").glob("*.json.gz"))

@@ -15,8 +15,8 @@ import pytest
 
 from support.public_traces import DATA, GPU_TIME, GPU_WORK, NEEDS_TRACES, trace_of
 from traceloom.analyze import copies, counters, kernel_bounds, kernel_efficiency, kernel_kinds, kernel_shapes
-from traceloom.analyze.classify import gpu_work
 from traceloom.analyze.kernel_kinds import PRIORITY, kinds
+from traceloom.analyze.kernel_rules import gpu_work
 
 pytestmark = NEEDS_TRACES
 

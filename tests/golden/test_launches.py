@@ -13,7 +13,7 @@ import pytest
 
 from support.public_traces import CALLS, DATA, GPU_WORK, KERNELS
 from traceloom.analyze import launches
-from traceloom.read import load
+from traceloom.formats import load
 
 KINETO = sorted(path.name.removesuffix(".json.gz") for path in (DATA / "kineto").glob("*.json.gz"))
 PLAIN = [name for name in KINETO if name != "mtia_inference"]  # work of command processors has no plain category

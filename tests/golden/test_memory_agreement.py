@@ -8,8 +8,8 @@ import pytest
 
 import traceloom
 from support.public_traces import DATA
-from traceloom.analyze.allocations import allocations
 from traceloom.analyze.memory import memory
+from traceloom.analyze.memory_answers import allocations
 
 KINETO = DATA / "kineto"
 FILES = sorted(KINETO.glob("*.json.gz"))

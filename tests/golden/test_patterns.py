@@ -10,7 +10,7 @@ import pytest
 
 from support.public_traces import DATA, GPU_WORK
 from traceloom.analyze import patterns
-from traceloom.read import load
+from traceloom.formats import load
 
 KINETO = DATA / "kineto"
 FILES = sorted(path.name.removesuffix(".json.gz") for path in KINETO.glob("*.json.gz"))

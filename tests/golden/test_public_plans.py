@@ -8,7 +8,8 @@ from support.public_traces import DATA, NEEDS_TRACES
 
 pytest.importorskip("torch")
 
-from traceloom.replay import dry_run, make_plan
+from traceloom.workload.replay.dry_run import dry_run
+from traceloom.workload.replay.planning import make_plan
 
 pytestmark = [*NEEDS_TRACES, pytest.mark.torch]
 

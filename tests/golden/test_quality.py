@@ -11,7 +11,7 @@ import pytest
 
 from support.public_traces import CALLS, DATA, GPU_WORK, KERNELS, NEEDS_TRACES, OPERATORS, TRACES
 from traceloom.analyze import quality
-from traceloom.read import load
+from traceloom.formats import load
 
 DETAILS = ("Collective name", "dtype", "In msg nelems", "Out msg nelems", "Group size")
 NODE = "autograd::engine::evaluate_function: "

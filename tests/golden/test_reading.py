@@ -6,7 +6,7 @@ import polars as pl
 import pytest
 
 from support.public_traces import DATA, GPU_TIME, NEEDS_TRACES
-from traceloom.read import arguments, read_kineto
+from traceloom.formats import arguments, read_kineto
 
 # Kineto's names that one closed category stands for.
 KINETO = {

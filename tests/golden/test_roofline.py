@@ -16,9 +16,9 @@ import pytest
 from support.public_traces import DATA, NEEDS_TRACES, TRACES, swept, trace_of
 from traceloom.analyze.modelled_calls import modelled_calls
 from traceloom.analyze.roofline import modelled, roofline
-from traceloom.model import Session
 from traceloom.report import ReportOptions, build
 from traceloom.report.sections.roofline import SECTION
+from traceloom.trace.session import Session
 
 pytestmark = NEEDS_TRACES
 

@@ -6,7 +6,7 @@ import polars as pl
 import pytest
 
 from support.public_traces import DATA
-from traceloom.simulate import run
+from traceloom.workload.simulate.native import run
 
 pytestmark = [
     pytest.mark.data,

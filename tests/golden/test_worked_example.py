@@ -13,14 +13,14 @@ import numpy as np
 import polars as pl
 import pytest
 
-from traceloom.chakra.astra_sim import to_astra_sim
-from traceloom.chakra.node_table import NodeTable, read_table
-from traceloom.chakra.schema import NodeType
-from traceloom.chakra.validation import validate
-from traceloom.link.job import join
-from traceloom.link.rank import link_rank
-from traceloom.model.trace import Trace
+from traceloom.formats.chakra.et_pb2 import NodeType
+from traceloom.formats.chakra.nodes import NodeTable, read_table
+from traceloom.graph.job import join_ranks
+from traceloom.graph.rank import link_rank
 from traceloom.testing import TraceBuilder
+from traceloom.trace.trace import Trace
+from traceloom.workload.chakra.astra_sim import to_astra_sim
+from traceloom.workload.chakra.validate import validate
 
 NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 
@@ -60,7 +60,7 @@ def trace(rank: int) -> Trace:
 @pytest.fixture(scope="module", params=[False, True], ids=["with-host", "gpu-only"])
 def table(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> NodeTable:
     home: Path = tmp_path_factory.mktemp("example") / "set"
-    graph = join([link_rank(trace(rank), None) for rank in range(2)])
+    graph = join_ranks([link_rank(trace(rank), None) for rank in range(2)])
     files = to_astra_sim(graph, gpu_only=request.param).write(home)
     assert validate(home, target="astra-sim").errors == 0
     return read_table(files[1])

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from support.public_traces import DATA
-from traceloom.anonymize import Anonymized, Key, Policy, anonymize
-from traceloom.chakra.stream import EtReader
-from traceloom.link.host_device import match
-from traceloom.read import read_kineto
-from traceloom.read.host_trace import read_host_trace
+from traceloom.formats import read_kineto
+from traceloom.formats.chakra.files import EtReader
+from traceloom.formats.host_trace import read_host_trace
+from traceloom.graph.host_match import match
+from traceloom.workload.anonymize.policy import Key, Policy
+from traceloom.workload.anonymize.run import Anonymized, anonymize
 
 FOLDERS = ("kineto", "critical_path", "damaged_metadata", "diff", "multirank", "pairs")
 TRACES = sorted(p for folder in FOLDERS for p in (DATA / folder).glob("*.gz")) if DATA.is_dir() else []

@@ -14,13 +14,14 @@ import pytest
 import traceloom
 from support.jobs import Change, LateHost, ParallelRecipe, SlowRank, parallel_job
 from support.jobs.planted import Planted, clean_jobs, several_ranks, single_rank
+from traceloom.changes import changes
+from traceloom.changes.changes import Chosen, parse
+from traceloom.changes.whatif import whatif
 from traceloom.findings import Context, Ranked, findings
-from traceloom.link.job import join
-from traceloom.link.rank import link_rank
-from traceloom.model import Session
-from traceloom.retime import calibrate
-from traceloom.simulate import changes, parse, whatif
-from traceloom.simulate.selection import Chosen
+from traceloom.graph import calibrate
+from traceloom.graph.job import join_ranks
+from traceloom.graph.rank import link_rank
+from traceloom.trace.session import Session
 
 ALLOWED = 0.10  # of what the fault costs
 UNREAL = 0.02  # of a step: what a finding of a clean job may not exceed
@@ -118,7 +119,7 @@ def test_enough_microbatches_are_not_told_to_be_more(tmp_path: Path) -> None:
 
 def test_a_link_as_fast_as_it_should_be_saves_what_the_job_without_its_fault_does() -> None:
     planted = cases()["slow link"]
-    graph = calibrate(join([link_rank(builder.build()) for builder in planted.run.traces()]))
+    graph = calibrate(join_ranks([link_rank(builder.build()) for builder in planted.run.traces()]))
     neighbours = pl.col("ranks").list.max() - pl.col("ranks").list.min() == 1  # the groups of the slow link
     mask = np.zeros(graph.nodes.height, dtype=np.bool_)
     mask[graph.communication.filter(neighbours)["node"].to_numpy()] = True
@@ -145,7 +146,7 @@ def test_a_clean_job_has_nothing_to_fix(name: str, tmp_path: Path) -> None:
 )
 def test_the_fix_of_a_rank_does_what_the_job_without_its_fault_does(fault: SlowRank | LateHost, text: str) -> None:
     job = parallel_job(ParallelRecipe(data=3, steps=3, layers=2, kernel_us=60, spread=0.02, faults=(fault,)))
-    graph = calibrate(join([link_rank(builder.build()) for builder in job.run().traces()]))
+    graph = calibrate(join_ranks([link_rank(builder.build()) for builder in job.run().traces()]))
     without = job.run(Change(without=frozenset({fault.label}))).window_ns
     assert whatif(graph, [parse(text)]).after_ns == pytest.approx(without, rel=0.02)
 
@@ -161,5 +162,5 @@ def test_the_fix_of_a_rank_does_what_the_job_without_its_fault_does(fault: SlowR
 )
 def test_the_fix_of_a_step_does_what_the_job_without_its_fault_does(fault: str, text: str) -> None:
     planted = cases()[fault]
-    graph = calibrate(join([link_rank(builder.build()) for builder in planted.run.traces()]))
+    graph = calibrate(join_ranks([link_rank(builder.build()) for builder in planted.run.traces()]))
     assert whatif(graph, [parse(text)]).after_ns == pytest.approx(planted.clean_run.window_ns, rel=0.02)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from traceloom.analyze.flops import MODELS, attention, convolution, losses, normalisation, optimizers
+from traceloom.analyze.flops import MODELS, attention, pointwise, products
 
 torch = pytest.importorskip("torch")
 
@@ -44,9 +44,9 @@ def test_attention(name: str) -> None:
         assert told[where.window : where.window + 2] == ["window_size_left", "window_size_right"]
 
 
-@pytest.mark.parametrize("name", convolution._FORWARD)
+@pytest.mark.parametrize("name", products._FORWARD)
 def test_convolutions(name: str) -> None:
-    where = convolution._FORWARD[name]
+    where = products._FORWARD[name]
     told = arguments(name)
     assert told[0] in ("self", "input")
     assert told[1] == "weight"
@@ -68,9 +68,9 @@ def test_the_gradients_of_a_convolution() -> None:
     assert (other[6], other[9]) == ("transposed", "output_mask")
 
 
-@pytest.mark.parametrize("name", [name for name in normalisation._BACKWARD_INPUTS if "batch_norm" in name])
+@pytest.mark.parametrize("name", [name for name in pointwise._BACKWARD_INPUTS if "batch_norm" in name])
 def test_batch_norm_backward(name: str) -> None:
-    grad, x, saved, (weight,) = normalisation._BACKWARD_INPUTS[name]
+    grad, x, saved, (weight,) = pointwise._BACKWARD_INPUTS[name]
     told = arguments(name)
     assert told[grad] in ("grad_output", "grad_out")
     assert told[x] == "input"
@@ -78,14 +78,14 @@ def test_batch_norm_backward(name: str) -> None:
     assert all(told[place].startswith("save_") for place in saved)
 
 
-@pytest.mark.parametrize("name", losses._REDUCTION)
+@pytest.mark.parametrize("name", pointwise._REDUCTION)
 def test_reductions_of_losses(name: str) -> None:
-    assert arguments(name)[losses._REDUCTION[name]] == "reduction"
+    assert arguments(name)[pointwise._REDUCTION[name]] == "reduction"
 
 
-@pytest.mark.parametrize("name", optimizers._FUSED)
+@pytest.mark.parametrize("name", pointwise._FUSED)
 def test_fused_optimizers(name: str) -> None:
-    _, places, written = optimizers._FUSED[name]
+    _, places, written = pointwise._FUSED[name]
     told = [arguments(name)[place] for place in places]
     assert told[:2] == ["self", "grads"]
     assert len(told) - 1 == written

@@ -15,10 +15,10 @@ import pytest
 
 from support.jobs import Change, Clock, Job, ParallelRecipe, Recipe, changed, parallel_job, training_job
 from support.jobs.training import DELAY, SYNC
-from traceloom.link.job import join
-from traceloom.link.rank import link_rank
-from traceloom.model import Graph
-from traceloom.retime import ABSENT, Plan, calibrate, law
+from traceloom.graph import ABSENT, Plan, calibrate, law
+from traceloom.graph.graph import Graph
+from traceloom.graph.job import join_ranks
+from traceloom.graph.rank import link_rank
 
 ALLOWED = 0.02  # of the window
 DEVICE = ("kernel", "copy", "fill")
@@ -98,7 +98,7 @@ def asked(name: str, *, sync_records: bool = False) -> Asked:
     recipe = RECIPES[name][0]
     job = parallel_job(recipe) if isinstance(recipe, ParallelRecipe) else training_job(recipe)
     traces = [builder.build() for builder in job.run().traces(sync_records=sync_records)]
-    graph = calibrate(join([link_rank(trace) for trace in traces]))
+    graph = calibrate(join_ranks([link_rank(trace) for trace in traces]))
     return Asked(job, graph, Plan(graph))
 
 

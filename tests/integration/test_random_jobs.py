@@ -19,19 +19,20 @@ from support.jobs.at_random import (
     with_a_late_rank,
 )
 from support.jobs.planted import at_each_step, reads, that_never_meet
+from traceloom.changes.changes import parse
+from traceloom.changes.whatif import scenario_of
 from traceloom.findings import Context, findings
-from traceloom.link.job import join
-from traceloom.link.rank import link_rank
-from traceloom.model import Graph
-from traceloom.retime import Plan, calibrate
-from traceloom.simulate import parse, scenario_of
+from traceloom.graph import Plan, calibrate
+from traceloom.graph.graph import Graph
+from traceloom.graph.job import join_ranks
+from traceloom.graph.rank import link_rank
 
 COUNTS = 0.02  # of the step: smaller savings are not judged
 LATE = 12
 
 
 def linked(job: Job) -> Graph:
-    return calibrate(join([link_rank(builder.build()) for builder in job.run().traces()]))
+    return calibrate(join_ranks([link_rank(builder.build()) for builder in job.run().traces()]))
 
 
 def off(changed: Changed) -> tuple[list[float], list[float]]:

@@ -9,8 +9,8 @@ import pytest
 
 import traceloom
 from traceloom.findings import Ranked, findings
-from traceloom.model import Session
-from traceloom.testing.builder import TraceBuilder
+from traceloom.testing.trace_builder import TraceBuilder
+from traceloom.trace.session import Session
 
 UNITS = {"ns": 1, "µs": 1_000, "ms": 1_000_000, "s": 1_000_000_000}
 DURATION = re.compile(r"([\d.\u202f ]*\d) (ns|µs|ms|s)\b")

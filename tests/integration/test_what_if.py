@@ -11,13 +11,15 @@ import pytest
 from support.jobs import Change, Job, ParallelRecipe, Recipe, parallel_job, training_job
 from support.jobs.hosted import HostedRecipe, hosted_job
 from support.jobs.training import DELAY
+from traceloom.changes.changes import parse
+from traceloom.changes.scenario import Scenario
+from traceloom.changes.whatif import scenario_of, sweep, whatif, whatif_many
 from traceloom.errors import UsageError
-from traceloom.link.job import join
-from traceloom.link.rank import link_rank
-from traceloom.model import Graph
-from traceloom.retime import Plan, calibrate
-from traceloom.simulate import Scenario, parse, scenario_of, sweep, whatif, whatif_many
-from traceloom.testing.builder import TraceBuilder
+from traceloom.graph import Plan, calibrate
+from traceloom.graph.graph import Graph
+from traceloom.graph.job import join_ranks
+from traceloom.graph.rank import link_rank
+from traceloom.testing.trace_builder import TraceBuilder
 
 ALLOWED = 0.02  # of the new time
 RECIPES = {
@@ -42,7 +44,7 @@ CASES = [
 def made(name: str) -> tuple[Job, Graph, Plan]:
     recipe = RECIPES[name]
     job = parallel_job(recipe) if isinstance(recipe, ParallelRecipe) else training_job(recipe)
-    graph = calibrate(join([link_rank(builder.build()) for builder in job.run().traces()]))
+    graph = calibrate(join_ranks([link_rank(builder.build()) for builder in job.run().traces()]))
     return job, graph, Plan(graph)
 
 
@@ -138,7 +140,7 @@ def test_a_kind_of_kernels_takes_those_that_are_not_called_so() -> None:
     for number, name in enumerate(("Cijk_Alik_Bljk_B_BS_BH", "nvjet_hsh_64x32", "vectorized_elementwise_kernel")):
         made.launch("cudaLaunchKernel", 10 * number, 2, correlation=number + 1)
         made.kernel(name, 100 + 50 * number, 50, correlation=number + 1)
-    graph = calibrate(join([link_rank(made.build())]))
+    graph = calibrate(join_ranks([link_rank(made.build())]))
     assert parse("kernels ~ gemm * 0.5").selection.nodes(graph).sum() == 2
     with pytest.raises(UsageError) as caught:
         Scenario.of(graph).apply(parse("kernels ~ elementwize * 0.5"))
@@ -179,7 +181,7 @@ def test_savings_of_the_host_are_told_without_what_recording_cost_it() -> None:
 
 def test_the_delay_of_a_rank_that_records_as_much_as_the_others_is_no_recording() -> None:
     builders = hosted_job(HostedRecipe(late_ns=20_000_000)).run().traces()
-    graph = calibrate(join([link_rank(builder.build()) for builder in builders]))
+    graph = calibrate(join_ranks([link_rank(builder.build()) for builder in builders]))
     found = whatif(graph, [parse("rank 1 delay remove")], host_ratio=1.25)
     assert found.saved_ns > 30_000_000
     assert found.rescaled_saved_ns == pytest.approx(found.saved_ns, rel=0.01)

@@ -9,12 +9,13 @@ import pytest
 from support.jobs import Fault, LateHost, ParallelRecipe, ShardImbalance, SlowRank, parallel_job
 from support.jobs.at_random import Late, with_a_late_rank
 from traceloom.analyze import across_ranks
-from traceloom.analyze.across.lateness import CAUSE_WORDS
+from traceloom.analyze.lateness import CAUSE_WORDS
+from traceloom.changes.changes import parse
+from traceloom.changes.whatif import whatif
 from traceloom.findings import findings
-from traceloom.link import link_session
-from traceloom.model import Session
+from traceloom.graph import link_session
 from traceloom.report import ReportOptions, build
-from traceloom.simulate import parse, whatif
+from traceloom.trace.session import Session
 
 
 def check(late: Late) -> bool:

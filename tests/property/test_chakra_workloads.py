@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 
 from support.small_graph import small_graph
 from support.workload import METADATA, attribute, collective, node, receive, send, write_set
-from traceloom.chakra.conversion import ConversionInput, open_messages, write_messages
-from traceloom.chakra.graph import from_messages, read_graph, write_ranks
-from traceloom.chakra.node_table import read_table
-from traceloom.chakra.schema import AttributeProto, GlobalMetadata, Node
-from traceloom.chakra.validation import validate
 from traceloom.errors import InputError
-from traceloom.model import graph_store
-from traceloom.model.graph import Graph
+from traceloom.formats.chakra.et_pb2 import AttributeProto, GlobalMetadata, Node
+from traceloom.formats.chakra.nodes import read_table
+from traceloom.graph import graph as graph_store
+from traceloom.graph.graph import Graph
+from traceloom.workload.chakra.convert import ConversionInput, open_messages, write_messages
+from traceloom.workload.chakra.graph_read import from_messages, read_graph, write_ranks
+from traceloom.workload.chakra.validate import validate
 
 QUICK = settings(max_examples=10, deadline=None)
 KINDS = ("COMP_NODE", "COMP_NODE", "MEM_LOAD_NODE", "COMM_COLL_NODE", "COMM_SEND_NODE", "METADATA_NODE")

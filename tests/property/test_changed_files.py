@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.small_graph import small_graph
-from traceloom.chakra.conversion import ConversionInput, open_messages, write_messages
-from traceloom.chakra.graph import read_graph, write_rank
 from traceloom.errors import TraceloomError
-from traceloom.model import graph_store
+from traceloom.graph import graph as graph_store
+from traceloom.workload.chakra.convert import ConversionInput, open_messages, write_messages
+from traceloom.workload.chakra.graph_read import read_graph, write_rank
 
 
 @cache

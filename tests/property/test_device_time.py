@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from traceloom.analyze import communication, gpu_time, idle, kernels, step_times
-from traceloom.analyze.breakdown import FIELDS
-from traceloom.analyze.host import main_lane
-from traceloom.model import Trace
+from traceloom.analyze.gpu_time import FIELDS
+from traceloom.analyze.host_time import main_lane
 from traceloom.testing import TraceBuilder
+from traceloom.trace.trace import Trace
 
 END = 300
 KINDS = ("compute", "communication", "memory")

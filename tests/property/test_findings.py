@@ -9,11 +9,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from support.strategies import builders, waiting_builders
+from traceloom.changes.changes import parse
+from traceloom.changes.whatif import whatif
 from traceloom.errors import UsageError
 from traceloom.findings import RULES, Context, rank
-from traceloom.model import Session
-from traceloom.simulate import parse, whatif
 from traceloom.testing import TraceBuilder
+from traceloom.trace.session import Session
 
 CHANGES = (
     "gpu * 0.3",

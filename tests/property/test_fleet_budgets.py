@@ -7,8 +7,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traceloom.collect.trigger_ledger import DAY_NS, FleetCharge, FleetLedger
-from traceloom.collect.trigger_rules import FleetBudget
+from traceloom.fleet.rules import FleetBudget
+from traceloom.fleet.triggers import DAY_NS, FleetCharge, FleetLedger
 
 MADE = 10_000  # steps of each job in a day
 COOLDOWN_S = 3000.0

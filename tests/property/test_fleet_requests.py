@@ -7,9 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from traceloom.agent.requests.model import Target, Wanted
-from traceloom.agent.uplink.messages import ArmedProcess, ClockOffset, HostReport, HostState
-from traceloom.collect.plan import (
+from traceloom.agent.fleet_link.protocol import ArmedProcess, ClockOffset, HostReport, HostState
+from traceloom.agent.traces.requests import Target, Wanted
+from traceloom.fleet.service.request_plan import (
     FleetRequest,
     advanced,
     analysed,

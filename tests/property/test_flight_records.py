@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from traceloom.agent.flight_records import FlightVerdict, judged, plain_values, record_of
+from traceloom.agent.hangs.flight_recorder import FlightVerdict, judged, plain_values, record_of
 
 OPERATIONS = ("all_reduce", "all_gather", "broadcast", "reduce_scatter")
 

@@ -10,23 +10,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from traceloom.chakra.generate import (
+from traceloom.errors import UsageError
+from traceloom.formats.chakra.et_pb2 import NodeType
+from traceloom.formats.chakra.nodes import NodeTable, read_table
+from traceloom.workload.chakra.generate import (
+    SCHEDULES,
     CollectiveOptions,
     Generated,
     PipelineOptions,
     TransformerOptions,
     collectives,
     pipeline,
+    schedule_of,
     transformer,
     write_generated,
 )
-from traceloom.chakra.generate.pipeline import SCHEDULES, schedule_of
-from traceloom.chakra.graph import read_graph
-from traceloom.chakra.node_table import NodeTable, read_table
-from traceloom.chakra.schema import NodeType
-from traceloom.chakra.validation import validate
-from traceloom.errors import UsageError
-from traceloom.schedules import KINDS_OF
+from traceloom.workload.chakra.graph_read import read_graph
+from traceloom.workload.chakra.validate import validate
+from traceloom.workload.collective_algorithms import KINDS_OF
 
 QUICK = settings(max_examples=8, deadline=None)
 SEND, RECEIVE, COLLECTIVE = (int(NodeType.Value(f"COMM_{name}_NODE")) for name in ("SEND", "RECV", "COLL"))

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from support.public_traces import DATA, swept
 from traceloom.analyze import answer, data_loading, host, memory, modules, operators, quality
 from traceloom.analyze.ancestry import forest
-from traceloom.model import Session, Trace
-from traceloom.read import read_kineto
+from traceloom.formats import read_kineto
 from traceloom.testing import TraceBuilder
+from traceloom.trace.session import Session
+from traceloom.trace.trace import Trace
 
 FOLDERS = ("kineto", "multirank", "diff", "critical_path", "damaged_metadata")
 FILES = sorted(p for f in FOLDERS for p in (DATA / f).glob("*.json.gz") if ".host." not in p.name)

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import strategies as st
 
 from traceloom.errors import InputError
-from traceloom.link.host_device import match
-from traceloom.model.host_trace import HOST_OPS
-from traceloom.read.alignment import align, hashes, mixed, occurrences
-from traceloom.read.host_trace import read_host_trace
+from traceloom.formats.alignment import align, hash_numbers, hashes, occurrences
+from traceloom.formats.host_trace import read_host_trace
+from traceloom.graph.host_match import match
 from traceloom.testing import HostTraceBuilder
-from traceloom.testing.host_trace import HOST_SCHEMAS, NestedOp, pair
+from traceloom.testing.host_trace_builder import HOST_SCHEMAS, NestedOp, pair
+from traceloom.trace.trace import HOST_OPS
 
 NAMES = st.one_of(
     st.sampled_from(["aten::mm", "aten::add", 'say "hi"', "a\\b", "}, {", '"id": 3', "日本"]), st.text(max_size=8)
@@ -89,7 +89,7 @@ def test_whatever_stands_in_a_file_it_is_read_or_refused(place, made, where, bad
 
 # -- sequences --------------------------------------------------------------------------------------------------------
 
-TOKENS = st.lists(st.integers(0, 4), max_size=40).map(lambda values: mixed(np.array(values, dtype=np.int64)))
+TOKENS = st.lists(st.integers(0, 4), max_size=40).map(lambda values: hash_numbers(np.array(values, dtype=np.int64)))
 
 
 @hypothesis.given(TOKENS, TOKENS)

@@ -18,8 +18,8 @@ from traceloom.analyze import (
     longest_gaps,
     patterns,
 )
-from traceloom.model import Trace
 from traceloom.testing import TraceBuilder
+from traceloom.trace.trace import Trace
 
 slow = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 ANNOTATIONS = ("step[DECODE bs=2]", "step[EXTEND bs=1 toks=9]", "execute_context_1(5)_generation_2(2)", "my step")

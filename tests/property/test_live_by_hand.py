@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traceloom.agent.requests.model import Wanted
-from traceloom.agent.uplink.messages import Heartbeat, HostDevice, HostProcess
-from traceloom.collect.hosts import HostNow, matching_processes, slowest_and_median
-from traceloom.collect.live import By, LiveParameters, LiveRow, live
-from traceloom.collect.watching import counted_states, devices_now, processes_of
+from traceloom.agent.fleet_link.protocol import Heartbeat, HostDevice, HostProcess
+from traceloom.agent.traces.requests import Wanted
+from traceloom.fleet.handlers.now import By, LiveParameters, LiveRow, counted_states, devices_now, live, processes_of
+from traceloom.fleet.service.requests import HostNow, matching_processes, slowest_and_median
 
 NOW = 1_790_000_000 * 10**9
 JOBS = ("", "llm", "llm-2", "k[1]", "K*")

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from support.job_strategies import training_recipes
 from support.jobs import Job, Recipe, training_job
-from traceloom.link.job import join
-from traceloom.link.rank import link_rank
-from traceloom.retime import Plan, calibrate
+from traceloom.graph import Plan, calibrate
+from traceloom.graph.job import join_ranks
+from traceloom.graph.rank import link_rank
 
 
 def order_holds(job: Job) -> None:
@@ -39,7 +39,7 @@ def test_any_made_job_links_into_a_graph_that_gives_it_back(recipe: Recipe, sync
     traces = [builder.build() for builder in run.traces(sync_records=sync_records)]
     for trace in traces:
         trace.check()
-    graph = calibrate(join([link_rank(trace) for trace in traces]))
+    graph = calibrate(join_ranks([link_rank(trace) for trace in traces]))
     graph.check()
     assert np.array_equal(Plan(graph).evaluate(), graph.point_times())
     if recipe.ranks < 3:  # one clock: nothing is fitted, so that even the window is the true one

@@ -12,11 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from traceloom.errors import InvariantError
-from traceloom.model import units
-from traceloom.model.arrays import Texts, distinct, innermost, nearest, numbered, subtree_stops
-from traceloom.model.copies import copy_kind, memory_kinds
-from traceloom.model.points import acyclic, topological
-from traceloom.model.thread_cpu import ThreadClock, samples_of
+from traceloom.graph.graph import acyclic, topological_order
+from traceloom.system import units
+from traceloom.trace.arrays import (
+    Texts,
+    encode_names_by_piece,
+    innermost_stretch,
+    nearest,
+    sorted_unique,
+    subtree_stops,
+)
+from traceloom.trace.session import ThreadClock, samples_of
+from traceloom.trace.vocabulary import copy_kind, memory_kinds
 
 QUICK = settings(deadline=None)
 
@@ -79,7 +86,7 @@ def test_the_innermost_stretch_around_a_position_is_the_last_that_is_open(
     size, stretches = made
     here, stop = (np.array([one[at] for one in stretches], dtype=np.int64) for at in range(2))
     expected = [max((low for low, high in stretches if low < at < high), default=-1) for at in range(size)]
-    assert innermost(here, stop, size).tolist() == expected
+    assert innermost_stretch(here, stop, size).tolist() == expected
 
 
 # -- orders ----------------------------------------------------------------------------------------------------------
@@ -101,12 +108,12 @@ def test_points_stand_behind_all_that_they_wait_for_or_there_is_a_circle(edges: 
     assert acyclic(nodes, source, target) == (len(done) == 2 * nodes)
     if len(done) < 2 * nodes:
         with pytest.raises(InvariantError) as caught:
-            topological(nodes, source, target)
+            topological_order(nodes, source, target)
         assert caught.value.slug == "broken-cycle"
         named = int(re.search(r"of node (\d+)", caught.value.message)[1])  # type: ignore[index]
         assert {2 * named, 2 * named + 1} - done
         return
-    place = {point: at for at, point in enumerate(topological(nodes, source, target).tolist())}
+    place = {point: at for at, point in enumerate(topological_order(nodes, source, target).tolist())}
     assert sorted(place) == list(range(2 * nodes))
     assert all(place[a] < place[b] for a, b in every)
 
@@ -117,14 +124,14 @@ def test_points_stand_behind_all_that_they_wait_for_or_there_is_a_circle(edges: 
 @QUICK
 @given(values=st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(0, 3), max_size=20))
 def test_different_values_are_sorted_and_stand_once(values: list[int]) -> None:
-    assert distinct(np.array(values, dtype=np.int64)).tolist() == sorted(set(values))
+    assert sorted_unique(np.array(values, dtype=np.int64)).tolist() == sorted(set(values))
 
 
 @QUICK
 @given(values=st.lists(st.none() | st.text(max_size=3) | st.sampled_from(["a", "b"]), max_size=20))
 def test_texts_and_their_numbers_say_the_same(values: list[str | None]) -> None:
     texts = [value for value in values if value is not None]
-    different, numbers = numbered(pl.Series(texts, dtype=pl.String))
+    different, numbers = encode_names_by_piece(pl.Series(texts, dtype=pl.String))
     assert [different[int(number)] for number in numbers] == texts
     assert different.n_unique() == different.len()
     codes = np.array([-1 if value is None else int(numbers[texts.index(value)]) for value in values], dtype=np.int32)
@@ -239,12 +246,12 @@ def test_counts_have_all_their_digits(value: int) -> None:
     ],
 )  # fmt: skip
 def test_words_are_counted_as_people_do(value: int, what: str, text: str) -> None:
-    assert units.counted(value, what) == text
+    assert units.count_of(value, what) == text
 
 
 @pytest.mark.parametrize("unit", units.NUMBERS)
 def test_what_is_unknown_is_a_dash_in_every_unit(unit: str) -> None:
-    assert units.NONE in units.written(None, unit) or units.written(None, unit) == ""
+    assert units.NONE in units.format_value(None, unit) or units.format_value(None, unit) == ""
 
 
 # -- copies ----------------------------------------------------------------------------------------------------------

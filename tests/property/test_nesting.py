@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traceloom.read.nesting import Nesting, nest
+from traceloom.trace.arrays import Nesting, nest
 
 spans = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 30), st.integers(0, 20)), max_size=40)
 

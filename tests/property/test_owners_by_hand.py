@@ -13,11 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traceloom.fleet.attribution import attribution
-from traceloom.fleet.attribution_tree import OTHERS, tree
-from traceloom.fleet.documents import OwnerRule, Prices
-from traceloom.fleet.owners import periods
-from traceloom.store.schemas import SCHEMAS
+from traceloom.fleet.analyses.attribution import OTHERS, attribution, periods, tree
+from traceloom.fleet.rules import OwnerRule, Prices
+from traceloom.fleet.store.schema import SCHEMAS
 
 FIRST = date(2026, 10, 1)
 DAY_NS = 86_400 * 10**9

@@ -14,9 +14,9 @@ from support.jobs import (
     Run,
     parallel_job,
 )
-from traceloom.link.job import join
-from traceloom.link.rank import link_rank
-from traceloom.retime import Plan, calibrate, law
+from traceloom.graph import Plan, calibrate, law
+from traceloom.graph.job import join_ranks
+from traceloom.graph.rank import link_rank
 
 
 def parts_are_true(run: Run, rank: int, trace: Any) -> None:
@@ -55,7 +55,7 @@ def test_traces_of_any_schedule_show_its_truth(recipe: ParallelRecipe) -> None:
 @given(recipe=parallel_recipes(programmatic=False, clocks={}))
 def test_the_graph_of_any_schedule_gives_it_back(recipe: ParallelRecipe) -> None:
     run = parallel_job(recipe).run()
-    graph = calibrate(join([link_rank(builder.build()) for builder in run.traces()]))
+    graph = calibrate(join_ranks([link_rank(builder.build()) for builder in run.traces()]))
     graph.check()
     assert np.array_equal(Plan(graph).evaluate(), graph.point_times())
     assert abs(graph.end_ns - run.window_ns) <= 10  # clocks are fitted, to a few ns

@@ -7,9 +7,9 @@ from hypothesis import HealthCheck, assume, given, settings
 
 from support.strategies import builders
 from traceloom.analyze import compare, critical_path
-from traceloom.model import Session
 from traceloom.report import ReportOptions, build
 from traceloom.testing import TraceBuilder
+from traceloom.trace.session import Session
 
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

@@ -14,9 +14,9 @@ from hypothesis import given
 
 from support.public_traces import CALLS, DATA, GPU_WORK, swept
 from support.strategies import builders, waiting_builders
-from traceloom.link.rank import link_rank
-from traceloom.model.graph import Graph
-from traceloom.read import read_kineto
+from traceloom.formats import read_kineto
+from traceloom.graph.graph import Graph
+from traceloom.graph.rank import link_rank
 
 FOLDERS = ("kineto", "critical_path", "diff", "multirank", "pairs")
 FILES = sorted(p for folder in FOLDERS for p in (DATA / folder).glob("*.json.gz") if ".host." not in p.name)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from support import damage
 from support.strategies import builders
 from traceloom.errors import InputError
-from traceloom.model import Trace
-from traceloom.read import read_kineto
+from traceloom.formats import read_kineto
+from traceloom.trace.trace import Trace
 
 RELAXED = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from traceloom.errors import InputError
-from traceloom.replay import Choice, make_plan
-from traceloom.testing.host_trace import HOST_SCHEMAS, HostTraceBuilder
+from traceloom.testing.host_trace_builder import HOST_SCHEMAS, HostTraceBuilder
+from traceloom.workload.replay.planning import Choice, make_plan
 
 JUNK = [
     None, -1, 0, 2**63, 2**70, 1e308, 0.5, "x", "nan", "\ud800", "<Tensor>", "Tensor(", "GenericList[", "]", "(",

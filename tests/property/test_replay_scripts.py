@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.plans import small_plan
-from traceloom.replay import make_plan
-from traceloom.replay.script import write_script, write_worst
+from traceloom.workload.replay.planning import make_plan
+from traceloom.workload.replay.script import write_script, write_worst
 
 SIZE = 5
 NAMES = {"mm": 2, "add": 2, "relu_": 1, "tanh": 1, "t": 1, "clone": 1, "sub": 2}

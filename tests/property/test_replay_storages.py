@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from traceloom.replay import make_plan
-from traceloom.replay.plan import RUN, RankPlan
+from traceloom.workload.replay.plan import RUN, RankPlan
+from traceloom.workload.replay.planning import make_plan
 
 torch = pytest.importorskip("torch")
 SIZE = 6

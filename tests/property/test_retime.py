@@ -16,14 +16,13 @@ from hypothesis import strategies as st
 from support.public_traces import DATA, swept
 from support.strategies import builders
 from traceloom.errors import InvariantError
-from traceloom.link.job import join
-from traceloom.link.rank import link_rank
-from traceloom.model import graph_schema as gs
-from traceloom.model.graph import Graph
-from traceloom.model.points import topological
-from traceloom.read import load
-from traceloom.retime import ABSENT, Plan, calibrate, class_delays, law
-from traceloom.retime.critical_path import binding_edges, critical_path, parts, trail
+from traceloom.formats import load
+from traceloom.graph import ABSENT, Plan, calibrate, class_delays, law
+from traceloom.graph import graph as gs
+from traceloom.graph.critical_path import binding_edges, critical_path, parts, walk_back
+from traceloom.graph.graph import Graph, topological_order
+from traceloom.graph.job import join_ranks
+from traceloom.graph.rank import link_rank
 
 TRACES = sorted(
     path for folder in ("kineto", "critical_path", "diff", "multirank") for path in (DATA / folder).glob("*.json.gz")
@@ -172,13 +171,13 @@ def test_points_that_wait_for_each_other_are_refused(graph: Graph, data: Any) ->
         Plan(broken)
     assert refused.value.slug == "broken-cycle"
     with pytest.raises(InvariantError):
-        topological(broken.nodes.height, *broken.points())
+        topological_order(broken.nodes.height, *broken.points())
 
 
 @unhurried
 @given(graphs(most=30))
 def test_the_order_of_points_puts_each_after_what_it_waits_for(graph: Graph) -> None:
-    order = topological(graph.nodes.height, *graph.points())
+    order = topological_order(graph.nodes.height, *graph.points())
     assert sorted(order.tolist()) == list(range(2 * graph.nodes.height))
     place = np.empty(order.size, dtype=np.int64)
     place[order] = np.arange(order.size)
@@ -249,7 +248,7 @@ def test_shortening_a_node_moves_its_successors_unless_something_else_binds(grap
 @pytest.mark.skipif(not TRACES, reason="the public traces are not here")
 @pytest.mark.parametrize("path", swept(TRACES), ids=lambda path: path.name)
 def test_every_public_trace_keeps_the_law(path: Path) -> None:
-    ready = _calibrated_well(join([link_rank(load(path, cache=False).traces[0])]))
+    ready = _calibrated_well(join_ranks([link_rank(load(path, cache=False).traces[0])]))
     found = law(ready)
     assert found.exact_error_ns == 0
     assert abs(found.honest_error) <= 0.02, found.sentence
@@ -268,7 +267,7 @@ def test_a_trail_goes_point_by_point_over_what_each_waited_for_last(graph: Graph
     while bound[expected[-1]] != -2 and (until is None or times[expected[-1]] > until):
         at = expected[-1]
         expected.append(int(source[bound[at]]) if bound[at] >= 0 else at - 1)
-    points, causes = trail(graph, last, until=until)
+    points, causes = walk_back(graph, last, until=until)
     assert points.tolist() == expected
     assert causes.tolist() == bound[expected].tolist()
 

@@ -13,15 +13,14 @@ import traceloom
 from support.job_strategies import parallel_recipes, training_recipes
 from support.jobs import ParallelRecipe, Recipe, parallel_job, training_job
 from support.public_traces import DATA
+from traceloom.changes.bounds import busiest_lane_ns, most_saved_ns
+from traceloom.changes.changes import TARGETS, parse
+from traceloom.changes.scenario import Scenario
 from traceloom.errors import UsageError
-from traceloom.link import link_session
-from traceloom.link.job import join
-from traceloom.link.rank import link_rank
-from traceloom.model import Graph
-from traceloom.retime import Plan, calibrate
-from traceloom.simulate import Scenario, parse
-from traceloom.simulate.limits import busiest_lane_ns, most_saved_ns
-from traceloom.simulate.selection import TARGETS
+from traceloom.graph import Plan, calibrate, link_session
+from traceloom.graph.graph import Graph
+from traceloom.graph.job import join_ranks
+from traceloom.graph.rank import link_rank
 
 PUBLIC = sorted((DATA / "kineto").glob("*.json.gz")) + sorted((DATA / "diff").glob("*.json.gz"))
 SELDOM = ("h100_owlv2.json.gz", "v100_test.json.gz", "a100_control.json.gz", "mi300_qwen_0.5b.json.gz")  # large
@@ -51,7 +50,7 @@ def check(graph: Graph, *texts: str) -> bool:
 
 def linked(recipe: Recipe | ParallelRecipe) -> Graph:
     job = parallel_job(recipe) if isinstance(recipe, ParallelRecipe) else training_job(recipe)
-    return calibrate(join([link_rank(builder.build()) for builder in job.run().traces()]))
+    return calibrate(join_ranks([link_rank(builder.build()) for builder in job.run().traces()]))
 
 
 @settings(max_examples=8)

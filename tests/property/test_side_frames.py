@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.strategies import builders
-from traceloom.model import Trace, trace_store
-from traceloom.read import arguments, load, read_kineto
-from traceloom.read.again import numbers, whole
+from traceloom.formats import arguments, load, read_kineto
+from traceloom.formats.arguments import read_all_arguments, read_numbers
 from traceloom.testing import TraceBuilder
+from traceloom.trace import storage
+from traceloom.trace.trace import Trace
 
 QUICK = settings(max_examples=10, deadline=None)
 TIMES = st.integers(0, 10**6).map(lambda ns: ns / 1000)
@@ -157,8 +158,8 @@ def test_a_trace_that_was_kept_is_the_trace_that_was_read(
     trace = read(place, builder)
     for kept in (True, False):
         folder = tmp_path_factory.mktemp("kept")
-        trace_store.save(trace, folder, kept=kept)
-        again = trace_store.saved(folder, kept=kept)
+        storage.save(trace, folder, kept=kept)
+        again = storage.load_trace(folder, kept=kept)
         assert again.meta == trace.meta
         assert again.notices == trace.notices
         for name, frame in trace.frames().items():
@@ -177,8 +178,8 @@ def test_arguments_that_are_read_again_are_those_of_the_event(place: Path, build
         if entry["ph"] == "X"
     }
     every = np.arange(trace.events.height)
-    everything = list(whole(trace, every))
-    sizes = numbers(trace, every, {"bytes": "bytes", "x": ("grid", 0)})
+    everything = list(read_all_arguments(trace, every))
+    sizes = read_numbers(trace, every, {"bytes": "bytes", "x": ("grid", 0)})
     for event, (name, start, duration) in enumerate(trace.events.select("name", "start_ns", "duration_ns").rows()):
         entry = by_place[name, start - trace.meta.base_ns, duration]
         same = [one for one in entries if one["ph"] == "X" and by_place.get((str(one["name"]), ns(float(one["ts"])),

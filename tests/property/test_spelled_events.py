@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.spelled_events import HAVE_CORRELATION, SpelledFile, spelled_files
-from traceloom.model import Trace
-from traceloom.read import read_kineto
+from traceloom.formats import read_kineto
+from traceloom.trace.trace import Trace
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +126,6 @@ def test_every_encoding_gives_the_same_trace(
 
 def test_categories_with_correlations_are_launches_and_what_runs_on_devices() -> None:
     """The strategy above and the model agree on what a correlation may stand on."""
-    from traceloom.model.category import GPU_WORK, LAUNCHES
+    from traceloom.trace.vocabulary import GPU_WORK, LAUNCHES
 
     assert set(LAUNCHES) | set(GPU_WORK) <= set(HAVE_CORRELATION)

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.spelled_events import Token, names, whole_numbers
-from traceloom.model.host_trace import HOST_OPS, HostTrace
-from traceloom.read.host_trace import read_host_trace
+from traceloom.formats.host_trace import read_host_trace
+from traceloom.trace.trace import HOST_OPS, HostTrace
 
 QUICK = settings(max_examples=14, deadline=None)
 NUMBERS = {

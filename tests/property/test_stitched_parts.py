@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traceloom.agent.uplink.messages import ClockOffset
-from traceloom.collect.stitch import HostPart, stitch
-from traceloom.read import capture_document
+from traceloom.agent.fleet_link.protocol import ClockOffset
+from traceloom.fleet.service.requests import HostPart, stitch
+from traceloom.formats import capture_document
 
 BASE_NS = 1_795_000_000 * 10**9
 ODD = st.sampled_from(

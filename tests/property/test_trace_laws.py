@@ -15,10 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.strategies import builders
-from traceloom.model import Trace
-from traceloom.model.schema import SCHEMAS
-from traceloom.read import read_kineto
-from traceloom.testing.builder import TraceBuilder
+from traceloom.formats import read_kineto
+from traceloom.testing.trace_builder import TraceBuilder
+from traceloom.trace.trace import SCHEMAS, Trace
 
 LAWS = settings(deadline=None, max_examples=15)
 TIMES = {"start_ns", "end_ns", "nested_end_ns", "time_ns"}

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traceloom.agent.grouping import GroupedStacks, grouped, numbers
-from traceloom.agent.owners import Owner, Process
-from traceloom.agent.profilers.dump import Frame, StackDump, ThreadStack
+from traceloom.agent.hangs.stacks import GroupedStacks, grouped, numbers
+from traceloom.agent.ownership.model import Owner, Process
+from traceloom.agent.profilers.py_spy import Frame, StackDump, ThreadStack
 
 C10D = "/usr/lib/python3/dist-packages/torch/distributed/distributed_c10d.py"
 TRAIN = Frame("train", "/job/train.py", 20)

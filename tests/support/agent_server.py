@@ -15,28 +15,28 @@ from typing import Any
 
 import msgspec
 
-from traceloom.agent.accelerators import Device, DeviceEvent, DeviceProcess
+from traceloom.agent.accelerators.backend import Device, DeviceEvent, DeviceProcess
+from traceloom.agent.api import Check, HistoryQuestion, SeriesAnswer, StatusAnswer, StepsBody
 from traceloom.agent.audit import AuditLog
-from traceloom.agent.board import Board, CollectorState
-from traceloom.agent.collect.cgroups import OomKill
+from traceloom.agent.collectors.cgroups import OomKill
 from traceloom.agent.config import Config, Locations
-from traceloom.agent.grouping import GroupedStacks, grouped
-from traceloom.agent.hang_desk import HangDesk
+from traceloom.agent.database import RequestStore
+from traceloom.agent.handlers.app import build_app
+from traceloom.agent.hangs.service import HangDesk
+from traceloom.agent.hangs.stacks import GroupedStacks, grouped
 from traceloom.agent.history import History
-from traceloom.agent.http.answers import Check, HistoryQuestion, SeriesAnswer, StatusAnswer, StepsBody
-from traceloom.agent.http.app import build_app
-from traceloom.agent.http.server import Listeners, serve
+from traceloom.agent.kineto.server import ProfilerRegistry
 from traceloom.agent.metrics import METRICS, Histogram, Reading
-from traceloom.agent.owners import Owner, Process
-from traceloom.agent.profilers.dump import Frame, StackDump, ThreadStack
-from traceloom.agent.registry import ProfilerRegistry
-from traceloom.agent.requests.desk import RequestDesk
-from traceloom.agent.requests.places import Places
-from traceloom.agent.requests.store import RequestStore
+from traceloom.agent.ownership.model import Owner, Process
+from traceloom.agent.profilers.py_spy import Frame, StackDump, ThreadStack
+from traceloom.agent.snapshot import Board, CollectorState
 from traceloom.agent.steps import Steps
 from traceloom.agent.topline import TracedFacts
-from traceloom.agent.triggers.engine import Triggers
+from traceloom.agent.traces.files import Places
+from traceloom.agent.traces.runner import RequestDesk
+from traceloom.agent.triggers.adapter import Triggers
 from traceloom.agent.triggers.store import TriggerStore
+from traceloom.server.listener import Listeners, serve
 
 ANNA, BERT = 4001, 4002  # two users
 

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from traceloom import analyze
-from traceloom.analyze.allocations import allocations
-from traceloom.model import Session, Trace
+from traceloom.analyze.memory_answers import allocations
+from traceloom.trace.session import Session
+from traceloom.trace.trace import Trace
 
 Analysis = Callable[[Trace], Any]
 PROPORTIONAL: dict[str, Analysis] = {

@@ -11,18 +11,17 @@ from pathlib import Path
 import uvicorn
 
 from support.waiting import until
-from traceloom.collect.app import build_fleet_app
-from traceloom.collect.client import FleetClient
-from traceloom.collect.executors import engine_of
-from traceloom.collect.hosts import HostDesk
-from traceloom.collect.service import Service, ServiceLimits
-from traceloom.collect.triggers import FleetTriggers
-from traceloom.store.objects import Objects
-from traceloom.store.schemas import SCHEMAS
-from traceloom.store.state import Role, State
-from traceloom.store.tables import Tables
-from traceloom.store.usage import hours, minutes
-from traceloom.testing.weeks import Weeks
+from traceloom.cli.upload import FleetClient
+from traceloom.fleet.service.app import build_fleet_app
+from traceloom.fleet.service.executors import engine_of
+from traceloom.fleet.service.requests import HostDesk
+from traceloom.fleet.service.service import Service, ServiceLimits
+from traceloom.fleet.store.captures import Role, State
+from traceloom.fleet.store.objects import Objects
+from traceloom.fleet.store.schema import SCHEMAS, hours, minutes
+from traceloom.fleet.store.tables import Tables
+from traceloom.fleet.triggers import FleetTriggers
+from traceloom.testing.fleet_weeks import Weeks
 
 
 def fill(tables: Tables, weeks: Weeks) -> None:

@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from traceloom.chakra.generate import CollectiveOptions, Generated, RankProgram, collectives, write_generated
-from traceloom.chakra.workload import Workload, places, read_workload
-from traceloom.simulate.astra_sim import AstraSimNetwork, AstraSimSystem
-from traceloom.simulate.astra_sim.collectives import Dimensions
-from traceloom.simulate.astra_sim.engine import Algorithm, AstraEngine
-from traceloom.simulate.astra_sim.network import AnalyticalNetwork
-from traceloom.simulate.astra_sim.nodes import Compute, RankNodes, rank_nodes
+from traceloom.formats.chakra.nodes import Workload, places, read_workload
+from traceloom.workload.chakra.generate import CollectiveOptions, Generated, RankProgram, collectives, write_generated
+from traceloom.workload.simulate.astra_sim.collectives import AnalyticalNetwork, Dimensions
+from traceloom.workload.simulate.astra_sim.config import AstraSimNetwork, AstraSimSystem
+from traceloom.workload.simulate.astra_sim.engine import Algorithm, AstraEngine
+from traceloom.workload.simulate.astra_sim.nodes import Compute, RankNodes, rank_nodes
 
 
 def network(topology: str, npus: str, bandwidth: str, latency: str) -> AstraSimNetwork:

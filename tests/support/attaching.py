@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from traceloom.agent.owners import Owner, Process
-from traceloom.agent.registry import parent_and_start
+from traceloom.agent.kineto.server import parent_and_start
+from traceloom.agent.ownership.model import Owner, Process
 
 # It trains until it is told otherwise. What is there before the first step is there after every trace.
 PROGRAM = """

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from traceloom.testing.builder import TraceBuilder
+from traceloom.testing.trace_builder import TraceBuilder
 
 _NUMBERS = re.compile(rb'"(ts|correlation|External id|Python id|Python parent id|id)"\s*:\s*(\d+)')
 _EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')

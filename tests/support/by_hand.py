@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from traceloom.findings import RULES, Context, Ranked, rank
-from traceloom.findings.rule import Said
-from traceloom.model import Session
+from traceloom.findings.rule import Message
 from traceloom.testing import TraceBuilder
+from traceloom.trace.session import Session
 
 BY_SLUG = {rule.slug: rule for rule in RULES}
 BUSY = "void at::native::vectorized_elementwise_kernel<4>(int)"
@@ -50,7 +50,7 @@ def context_of(*builders: TraceBuilder) -> Context:
     return Context.of(Session(tuple(builder.build() for builder in builders), "by hand"))
 
 
-def said(slug: str, *builders: TraceBuilder) -> list[Said]:
+def said(slug: str, *builders: TraceBuilder) -> list[Message]:
     """What one rule says of some traces."""
     return list(BY_SLUG[slug].look(context_of(*builders)))
 

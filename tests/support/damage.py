@@ -7,7 +7,7 @@ import json
 import re
 from typing import Any
 
-from traceloom.testing.builder import TraceBuilder
+from traceloom.testing.trace_builder import TraceBuilder
 
 
 def truncated(text: str | bytes, byte: int) -> bytes:

@@ -20,7 +20,7 @@ import pytest
 
 from support.prometheus import free_port
 from support.waiting import until
-from traceloom.collect.cluster import EngineTls
+from traceloom.fleet.service.executors import EngineTls
 
 
 def certificates(folder: Path) -> EngineTls:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from traceloom.demo.directory import demo_directory
-from traceloom.demo.fleet import fill, recipe
-from traceloom.store.objects import Objects
-from traceloom.store.state import State
-from traceloom.store.tables import Tables
-from traceloom.testing.weeks import WeeksRecipe
+from traceloom.fleet.demo.data import fill, recipe
+from traceloom.fleet.demo.serving import demo_directory
+from traceloom.fleet.store.captures import State
+from traceloom.fleet.store.objects import Objects
+from traceloom.fleet.store.tables import Tables
+from traceloom.testing.fleet_weeks import WeeksRecipe
 
 DAYS = 6  # fewer than the demo has
 

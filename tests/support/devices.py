@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from traceloom.agent.accelerators import Device, DeviceEvent, DeviceProcess, Sample
+from traceloom.agent.accelerators.backend import Device, DeviceEvent, DeviceProcess, Sample
 from traceloom.agent.metrics import Reading
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints, is_typedd
 
 import msgspec
 
-from traceloom.report.views.jsonfile import encode
+from traceloom.report.views.files import encode
 
 
 def check_document(document: Any, kind: Any) -> None:

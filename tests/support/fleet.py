@@ -24,9 +24,9 @@ from support.postgres import database
 from support.prometheus import free_port
 from support.sessions import busy_step
 from support.waiting import until
-from traceloom.store.objects import Objects
-from traceloom.store.state import CaptureRecord, FileOfCapture, State
-from traceloom.store.tables import Tables
+from traceloom.fleet.store.captures import CaptureRecord, FileOfCapture, State
+from traceloom.fleet.store.objects import Objects
+from traceloom.fleet.store.tables import Tables
 from traceloom.testing import TraceBuilder
 
 Kind = Literal["alone", "shared"]

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from traceloom.array_types import Floats, Ints
 from traceloom.errors import UsageError
-from traceloom.schedules import Schedule
-from traceloom.simulate.network import LinkUse, MachineNetwork
+from traceloom.trace.array_types import Floats, Ints
+from traceloom.workload.collective_algorithms import Schedule
+from traceloom.workload.simulate.network import LinkUse, MachineNetwork
 
 _SAME_NS = 1e-3  # ends that differ by less come from rounding
 _FLOW = np.dtype(

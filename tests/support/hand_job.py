@@ -7,8 +7,8 @@ begins at 450 µs on rank 0 and at 500 µs on rank 1, which comes later.
 
 from __future__ import annotations
 
-from traceloom.model import Session
 from traceloom.testing import TraceBuilder
+from traceloom.trace.session import Session
 
 STEPS = 3
 STEP_US = 1_000

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 from traceloom.cli import main
-from traceloom.collect import plan
+from traceloom.fleet.service import request_plan
 
 if __name__ == "__main__":
-    plan._READY_NS = plan._DRAIN_NS = 30 * plan._S
+    request_plan._READY_NS = request_plan._DRAIN_NS = 30 * request_plan._S
     sys.exit(main(["serve", *sys.argv[1:]]))

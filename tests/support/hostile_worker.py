@@ -7,7 +7,7 @@ import re
 import signal
 from pathlib import Path
 
-from traceloom.collect import tasks, worker
+from traceloom.fleet.service import tasks, worker
 
 
 def analyse(**arguments: object) -> None:

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from traceloom.cli import main
-from traceloom.collect import table_writer
-from traceloom.store.objects import Objects
-from traceloom.store.state import State
-from traceloom.store.tables import Tables
+from traceloom.fleet.service import committer
+from traceloom.fleet.store.captures import State
+from traceloom.fleet.store.objects import Objects
+from traceloom.fleet.store.tables import Tables
 
 
 def interrupted(point: str, when: str, number: int) -> None:
@@ -40,11 +40,11 @@ def interrupted(point: str, when: str, number: int) -> None:
     def is_commit(_tables: Tables, source: str, _number: int, rows: Mapping[str, object], *_: object) -> bool:
         return point == "commit" and source.startswith("captures") and bool(rows)
 
-    def here(state: str, store: str) -> table_writer.TableWriter:
-        return table_writer.TableWriter(State(state), Objects(store), Tables(store))
+    def here(state: str, store: str) -> committer.TableWriter:
+        return committer.TableWriter(State(state), Objects(store), Tables(store))
 
     # So that a point of a commit is in this process.
-    table_writer.WriterProcess = here  # type: ignore[assignment,misc]
+    committer.WriterProcess = here  # type: ignore[assignment,misc]
     State.put_request = around(State.put_request, is_state)  # type: ignore[method-assign]
     Tables.commit = around(Tables.commit, is_commit)  # type: ignore[method-assign]
 

@@ -10,10 +10,9 @@ from concurrent.futures import Future
 from typing import Any
 
 from support.fleet import Places, opened
-from traceloom.collect import worker
-from traceloom.collect.engine import EngineTask
-from traceloom.collect.pipeline import CapturePipeline
-from traceloom.collect.scratch import in_scratch
+from traceloom.fleet.service import worker
+from traceloom.fleet.service.pipeline import CapturePipeline
+from traceloom.fleet.service.tasks import EngineTask, in_scratch
 
 
 class Here:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import polars as pl
 
-from traceloom.model import Graph
-from traceloom.testing.builder import TraceBuilder
+from traceloom.graph.graph import Graph
+from traceloom.testing.trace_builder import TraceBuilder
 
 
 def edges(graph: Graph, kind: str) -> list[tuple[str, str, bool, bool, str]]:

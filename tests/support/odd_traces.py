@@ -10,8 +10,8 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
-from traceloom.model import Trace
 from traceloom.testing import TraceBuilder
+from traceloom.trace.trace import Trace
 
 SEEDS = tuple(range(8))
 Row = dict[str, Any]

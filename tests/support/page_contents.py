@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 from htpy import Node
 
 from support.html_tree import HtmlTree, words
-from traceloom.agent.requests.model import Wanted
-from traceloom.collect.questions.catalogue import QUESTION
-from traceloom.collect.request_routes import FleetRequestAnswer
-from traceloom.portal.asking import PageAnswer
-from traceloom.portal.charts import DAY_NS
-from traceloom.portal.layout import page_node, written
-from traceloom.portal.page import PageContent
-from traceloom.portal.visit import Address
+from traceloom.agent.traces.requests import Wanted
+from traceloom.fleet.handlers.hosts import FleetRequestAnswer
+from traceloom.fleet.portal.asking import PageAnswer
+from traceloom.fleet.portal.charts import DAY_NS
+from traceloom.fleet.portal.page import PageContent, format_value, page_node
+from traceloom.fleet.portal.page_request import Address
+from traceloom.fleet.questions.catalogue import QUESTION
 
 EVIL = "</title><script>alert(1)</script>&\"'\u202e"
 """A name that would run a script, end an attribute, or turn the order of letters."""
@@ -40,7 +39,7 @@ class ContentPage(HtmlTree):
     """A page as a reader gets it, for an address."""
 
     def __init__(self, content: PageContent, query: str = "", path: str = "/p") -> None:
-        super().__init__(written(page_node(content, Address(path, query), None, None, live=True)))
+        super().__init__(format_value(page_node(content, Address(path, query), None, None, live=True)))
         assert self.all("script") == [], "a name became an element"
         text = "".join(self.root.itertext())
         assert "\u202e" not in text
@@ -76,7 +75,7 @@ class ContentPage(HtmlTree):
 
 def fragment_tree(node: Node) -> HtmlTree:
     """A part of a page."""
-    return HtmlTree(written(node))
+    return HtmlTree(format_value(node))
 
 
 def answered(name: str, query: str = "", facts: Mapping[str, Any] | None = None, **tables: list[Any]) -> PageAnswer:

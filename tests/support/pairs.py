@@ -6,10 +6,10 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from support.sessions import busy_step, session_of
-from traceloom.analyze import compare, gate
-from traceloom.model import Session
+from traceloom.analyze import compare, gate, gate_summary
 from traceloom.report import comparison, verdict
 from traceloom.testing import TraceBuilder
+from traceloom.trace.session import Session
 
 if TYPE_CHECKING:
     from traceloom.report.documents.comparison import ComparisonDocument
@@ -36,7 +36,7 @@ def compared(name: str) -> tuple[ComparisonDocument, VerdictDocument]:
     """The comparison of two runs of that name, and the verdict on them."""
     base, new = run(name, 20, "H100"), run(name, 60, "A100")
     both = comparison.build(compare(base, new), base, new)
-    sides = [gate.summarise(session) for session in (base, new)]
+    sides = [gate_summary.summarise(session) for session in (base, new)]
     conditions = [gate.parse("step_time > 3%"), gate.parse("kernel:gemm > 1%")]
     judged = gate.judge([sides[0]], [sides[1]], conditions)
     named = [(f"{name} {side}", [summary]) for side, summary in zip(("base", "new"), sides, strict=True)]

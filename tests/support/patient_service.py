@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from traceloom.cli import main
-from traceloom.portal import app
+from traceloom.fleet.portal import app
 
 
 def patient(seconds: float) -> list[str]:

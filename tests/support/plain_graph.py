@@ -15,8 +15,8 @@ from typing import Any
 
 import polars as pl
 
-from traceloom.model import graph_schema as gs
-from traceloom.model.graph import Graph
+from traceloom.graph import graph as gs
+from traceloom.graph.graph import Graph
 
 DEVICE = ("kernel", "copy", "fill")
 HOST = ("host", "think", "launch", "block")

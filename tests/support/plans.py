@@ -8,8 +8,16 @@ from typing import Any
 
 import polars as pl
 
-from traceloom.replay.plan import PLAN_SCHEMAS, RankPlan, ReplayPlan
-from traceloom.replay.replayed import FAILURES, OPS, STAND_INS, RankReplayed, Replayed
+from traceloom.workload.replay.plan import (
+    FAILURES,
+    OPS,
+    PLAN_SCHEMAS,
+    STAND_INS,
+    RankPlan,
+    RankReplayed,
+    Replayed,
+    ReplayPlan,
+)
 
 _MS = 1_000_000
 _MM = "aten::mm(Tensor self, Tensor mat2) -> Tensor"

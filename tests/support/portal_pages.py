@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from urllib.parse import quote, urlencode
 
-from traceloom.collect.client import FleetClient
-from traceloom.portal.pages import PAGES
+from traceloom.cli.upload import FleetClient
+from traceloom.fleet.portal.app import PAGES
 
 
 def addresses(client: FleetClient) -> dict[str, str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from traceloom.agent.bpf.support import unsupported
+from traceloom.agent.probes.calls import unsupported
 
 WHY_NOT = "; ".join(filter(None, unsupported()))
 needs_probes = pytest.mark.skipif(bool(WHY_NOT), reason=f"no probes of functions here: {WHY_NOT}")

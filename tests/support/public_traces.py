@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from traceloom.model import Trace
-from traceloom.read import load
+from traceloom.formats import load
+from traceloom.trace.trace import Trace
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 _GPU_TIME = DATA / "golden" / "gpu_time.json"

@@ -6,9 +6,8 @@ from typing import Any
 
 import polars as pl
 
-from traceloom.link.job import join
-from traceloom.model import Graph
-from traceloom.model.graph_schema import GRAPH_SCHEMAS
+from traceloom.graph.graph import GRAPH_SCHEMAS, Graph
+from traceloom.graph.job import join_ranks
 
 US = 1_000
 
@@ -78,7 +77,7 @@ def part(
 def checked(parts: list[Graph]) -> Graph:
     for one in parts:
         one.check()
-    graph = join(parts)
+    graph = join_ranks(parts)
     graph.check()
     return graph
 

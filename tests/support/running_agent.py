@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from support.waiting import until
-from traceloom.agent.client import AgentClient
 from traceloom.errors import TraceloomError
+from traceloom.server.client import AgentClient
 
 
 class Running:

@@ -15,7 +15,7 @@ from urllib.parse import urlencode
 
 from support.prometheus import free_port
 from support.waiting import until
-from traceloom.collect.client import FleetClient
+from traceloom.cli.upload import FleetClient
 
 
 class Seen(NamedTuple):

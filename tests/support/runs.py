@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from traceloom.analyze.gate.summary import OperatorCalls, RunSummary, Stated
+from traceloom.analyze.gate_summary import OperatorCalls, RunSummary, Stated
 
 PROGRAM = OperatorCalls(["aten::mm"], ["[[4,4]]"], [3.0])
 

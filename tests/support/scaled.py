@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from support.jobs import ParallelRecipe, Run, parallel_job
-from traceloom.link.job import join
-from traceloom.link.rank import link_rank
-from traceloom.model.graph import Graph
-from traceloom.retime import calibrate
-from traceloom.simulate.scale import Scaled, scale
+from traceloom.graph import calibrate
+from traceloom.graph.graph import Graph
+from traceloom.graph.job import join_ranks
+from traceloom.graph.rank import link_rank
+from traceloom.workload.simulate.scale import Scaled, scale
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def scaled_recipe(**options: Any) -> ParallelRecipe:
 def shown(ranks: Iterable[int], recipe: ParallelRecipe) -> ShownJob:
     """Run the job of a recipe, and link some of its ranks."""
     run = parallel_job(recipe).run()
-    graph = calibrate(join([link_rank(run.trace(rank).build()) for rank in ranks], "made"))
+    graph = calibrate(join_ranks([link_rank(run.trace(rank).build()) for rank in ranks], "made"))
     return ShownJob(run, graph, {group.name: group.role for group in run.job.groups})
 
 

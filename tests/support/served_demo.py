@@ -16,7 +16,7 @@ from typing import NamedTuple
 from support.patient_service import patient
 from support.prometheus import free_port
 from support.waiting import until
-from traceloom.collect.client import FleetClient
+from traceloom.cli.upload import FleetClient
 from traceloom.errors import InputError
 
 

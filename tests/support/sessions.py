@@ -6,11 +6,11 @@ from collections.abc import Callable
 from functools import cache
 
 from support.jobs import ParallelRecipe, Recipe, parallel_job, training_job
-from traceloom.model import Session
 from traceloom.report import build
 from traceloom.report.documents import ReportDocument
-from traceloom.report.views.html import render
+from traceloom.report.views.page import render_report_page
 from traceloom.testing import TraceBuilder
+from traceloom.trace.session import Session
 
 EVIL = "</script><img src=x onerror=alert(1)>&amp;`|\"'\x1b[31m\x07\u202e\u2028\n*_[a](b)@all 名"
 """Markup of every language a view is written in, what steers a terminal, and what turns the direction of text."""
@@ -192,7 +192,7 @@ def made(sort: Callable[[], Session]) -> tuple[Session, Document]:
 def page(sort: Callable[[], Session]) -> str:
     """The page of that report."""
     session, document = made(sort)
-    return render(document, session)
+    return render_report_page(document, session)
 
 
 def sound() -> TraceBuilder:

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from support.sessions import busy_step
-from traceloom.agent.requests.model import Target
-from traceloom.agent.uplink.client import ServiceClient, ServiceError
-from traceloom.agent.uplink.messages import (
+from traceloom.agent.fleet_link.client import ServiceClient, ServiceError
+from traceloom.agent.fleet_link.protocol import (
     ArmedProcess,
     ClockOffset,
     Enrolled,
@@ -30,6 +29,7 @@ from traceloom.agent.uplink.messages import (
     UsageRow,
     WorkAnswer,
 )
+from traceloom.agent.traces.requests import Target
 from traceloom.testing import TraceBuilder
 
 T = TypeVar("T")

@@ -6,9 +6,8 @@ from typing import Any
 
 import polars as pl
 
-from traceloom.model.graph import Graph
-from traceloom.model.graph_schema import GRAPH_SCHEMAS
-from traceloom.model.notice import Notice
+from traceloom.graph.graph import GRAPH_SCHEMAS, Graph
+from traceloom.trace.notice import Notice
 
 _EPOCH = 1_700_000_000_123_456_789
 _HARD_NAME = 'odd "name" \\ \n ∑ 名前 \x7f'

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from support.waiting import until
-from traceloom.agent.client import AgentClient
+from traceloom.server.client import AgentClient
 
 # Rank 0 waits in `work.wait()`, the others in the collective itself. `control` holds `KIND RANK`: how which rank stops.
 TRAINING = """
@@ -19,7 +19,7 @@ TRAINING = """
     import torch
     import torch.distributed as dist
     from torch.distributed.elastic.control_plane import worker_main
-    from traceloom.agent.client import AgentClient
+    from traceloom.server.client import AgentClient
 
     CONTROL = pathlib.Path(os.environ["CONTROL"])
     RANK = int(os.environ["RANK"])
@@ -118,7 +118,7 @@ TRAINING = """
 # No PyTorch: it reports its steps, or does what `control` says: KIND of all, or `KIND RANK` of one.
 REPORTING = """
     import contextlib, os, pathlib, time
-    from traceloom.agent.client import AgentClient
+    from traceloom.server.client import AgentClient
     from traceloom.errors import TraceloomError
 
     CONTROL = pathlib.Path(os.environ["CONTROL"])

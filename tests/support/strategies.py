@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from hypothesis import strategies as st
 
-from traceloom.testing.builder import TraceBuilder
+from traceloom.testing.trace_builder import TraceBuilder
 
 if TYPE_CHECKING:
     from hypothesis.strategies import DrawFn, SearchStrategy

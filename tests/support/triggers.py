@@ -13,19 +13,19 @@ from pathlib import Path
 import msgspec
 
 from traceloom.agent.audit import AuditLog
-from traceloom.agent.board import Board
 from traceloom.agent.config import AnyRule, Config, Traces, TriggerBudget
+from traceloom.agent.database import RequestStore
+from traceloom.agent.kineto.server import ProfilerClient, ProfilerRegistry
 from traceloom.agent.metrics import Reading
-from traceloom.agent.owners import Owner, Process
-from traceloom.agent.registry import ProfilerClient, ProfilerRegistry
-from traceloom.agent.requests.desk import RequestDesk
-from traceloom.agent.requests.model import TraceRequest
-from traceloom.agent.requests.places import Places
-from traceloom.agent.requests.store import RequestStore
+from traceloom.agent.ownership.model import Owner, Process
+from traceloom.agent.snapshot import Board
 from traceloom.agent.steps import Steps
-from traceloom.agent.triggers import Watch
-from traceloom.agent.triggers.engine import Triggers
+from traceloom.agent.traces.files import Places
+from traceloom.agent.traces.requests import TraceRequest
+from traceloom.agent.traces.runner import RequestDesk
+from traceloom.agent.triggers.adapter import Triggers
 from traceloom.agent.triggers.store import TriggerStore
+from traceloom.agent.triggers.watches import Watch
 
 START_NS = 1_800_000_000 * 10**9
 _NO_SUCH_PID = 2**22 - 1  # the largest that the kernel ever gives

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from traceloom.link import link_session
-from traceloom.read import load
+from traceloom.formats import load
+from traceloom.graph import link_session
 
 
 def check_trace_of_both(output: Path) -> None:

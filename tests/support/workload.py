@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from traceloom.chakra import stream
-from traceloom.chakra.schema import AttributeProto, CollectiveCommType, GlobalMetadata, Node
+from traceloom.formats.chakra import files
+from traceloom.formats.chakra.et_pb2 import AttributeProto, CollectiveCommType, GlobalMetadata, Node
 
 METADATA = GlobalMetadata(version="0.0.4")
 _INT32 = ("comm_src", "comm_dst", "comm_tag", "comm_priority")
@@ -71,7 +71,7 @@ def write_set(home: Path, *ranks: Sequence[Node], groups: Any = None, ending: st
     """A directory with `w.0.et`, `w.1.et`, ... and, where given, a group file; returns the directory."""
     home.mkdir(parents=True, exist_ok=True)
     for rank, nodes in enumerate(ranks):
-        stream.write(home / f"w.{rank}{ending}", METADATA, nodes, force=True)
+        files.write(home / f"w.{rank}{ending}", METADATA, nodes, force=True)
     if groups is not None:
         (home / "comm_groups.json").write_text(json.dumps(groups), encoding="utf-8")
     return home

@@ -13,12 +13,12 @@ for package in ("sqlalchemy", "obstore", "deltalake", "starlette"):
     pytest.importorskip(package, reason="the extra `fleet` is not installed")
 
 from traceloom.agent.config import Config  # noqa: E402
-from traceloom.agent.http.answers import wrong_request  # noqa: E402
-from traceloom.agent.uplink import messages  # noqa: E402
-from traceloom.collect.answers import TokenBody  # noqa: E402
-from traceloom.collect.app import ROUTES  # noqa: E402
-from traceloom.collect.questions.asking import DividedAsking  # noqa: E402
-from traceloom.collect.trigger_rules import FleetRules  # noqa: E402
+from traceloom.agent.fleet_link import protocol  # noqa: E402
+from traceloom.fleet.api import TokenBody  # noqa: E402
+from traceloom.fleet.questions.declaration import DividedAsking  # noqa: E402
+from traceloom.fleet.rules import FleetRules  # noqa: E402
+from traceloom.fleet.service.app import ROUTES  # noqa: E402
+from traceloom.server.problem import wrong_request  # noqa: E402
 
 
 def patterns(kind: Any, seen: set[Any]) -> Iterator[str]:
@@ -41,7 +41,7 @@ def patterns(kind: Any, seen: set[Any]) -> Iterator[str]:
 
 
 def every_pattern() -> list[str]:
-    structures: list[Any] = [Config, FleetRules, *messages.UplinkMessage.__subclasses__()]
+    structures: list[Any] = [Config, FleetRules, *protocol.UplinkMessage.__subclasses__()]
     structures += [kind for route in ROUTES for kind in (route.body, route.parameters) if kind is not None]
     seen: set[Any] = set()
     return sorted({pattern for kind in structures for pattern in patterns(kind, seen)})

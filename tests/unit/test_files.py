@@ -11,7 +11,7 @@ from typing import BinaryIO
 import pytest
 
 from traceloom.errors import OutputError, UsageError
-from traceloom.files import check_free, inputs_kept, natural, note_input, write, write_directory
+from traceloom.system.files import natural_key, note_input, protect_inputs, refuse_existing, write, write_directory
 
 
 def _hello(handle: BinaryIO) -> None:
@@ -29,7 +29,7 @@ def test_a_file_is_overwritten_only_by_force(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     path.write_bytes(b"old")
     with pytest.raises(OutputError, match="exists already") as caught:
-        check_free(path, force=False)
+        refuse_existing(path, force=False)
     assert caught.value.slug == "file-exists"
     assert "--force" in caught.value.hint
     write(path, _hello, force=True)
@@ -63,7 +63,7 @@ def test_an_interruption_leaves_nothing(tmp_path: Path) -> None:
 
 def test_a_directory_is_no_file_to_write(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="is a directory"):
-        check_free(tmp_path, force=True)
+        refuse_existing(tmp_path, force=True)
 
 
 def test_a_place_below_a_file_cannot_be_written(tmp_path: Path) -> None:
@@ -187,17 +187,17 @@ def test_nothing_is_written_over_what_is_read_whatever_it_is_called(tmp_path: Pa
     source.write_text("trace")
     (tmp_path / "link").symlink_to(folder)
     os.link(source, tmp_path / "same.json")
-    with inputs_kept([source]):
+    with protect_inputs([source]):
         for path in (source, folder / ".." / "in" / "a.json", tmp_path / "link" / "a.json", tmp_path / "same.json"):
             with pytest.raises(UsageError, match="is an input too"):
                 write(path, _hello, force=True)
         for path in (folder, tmp_path / "in" / "."):
             with pytest.raises(UsageError, match="is where the inputs are"):
                 write_directory(path, lambda folder: None, ".*", force=True)
-        with inputs_kept():  # what is done inside knows it too
+        with protect_inputs():  # what is done inside knows it too
             note_input(tmp_path / "no such file")
             with pytest.raises(UsageError):
-                check_free(source, force=True)
+                refuse_existing(source, force=True)
         write(folder / "b.json", _hello, force=False)
         write(folder / "b.json", _hello, force=True)
     write(source, _hello, force=True)
@@ -206,6 +206,6 @@ def test_nothing_is_written_over_what_is_read_whatever_it_is_called(tmp_path: Pa
 
 def test_names_are_sorted_by_the_numbers_in_them_whatever_else_they_hold() -> None:
     names = ["rank10", "rank2", "rank²", "rank2²", "①", "rank٣", "", "rank02x", "日本1"]
-    ordered = [path.name for path in sorted(map(Path, names), key=natural)]
+    ordered = [path.name for path in sorted(map(Path, names), key=natural_key)]
     assert [name for name in ordered if name in ("rank2", "rank٣", "rank10")] == ["rank2", "rank٣", "rank10"]
     assert sorted(ordered) == sorted(names)

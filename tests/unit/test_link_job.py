@@ -9,8 +9,8 @@ import polars as pl
 import pytest
 
 from support.rank_graphs import US, checked, instances, part
-from traceloom.link.clocks import fit_clocks
-from traceloom.model import Graph
+from traceloom.graph.graph import Graph
+from traceloom.graph.job import fit_clocks
 
 
 def test_parts_with_sequence_numbers_are_joined_by_them_whatever_their_order() -> None:

@@ -75,7 +75,7 @@ def test_value_types_are_known_through_the_bases_of_the_project(gauge: ModuleTyp
     counts = counts_of(
         gauge,
         {
-            "room/__init__": "from traceloom.base.heads import Head as Head\n",
+            "room/__init__": "from traceloom.base.heads import Head\n",
             "room/one": (
                 "import enum\nfrom dataclasses import dataclass as value\nfrom typing import Generic, NamedTuple, TypedDict\n"
                 "from traceloom import room\nfrom traceloom.room import Head\nfrom ..base import heads as h\n"
@@ -94,7 +94,7 @@ def test_value_types_are_known_through_the_bases_of_the_project(gauge: ModuleTyp
 
 def test_an_importer_is_who_uses_a_module_and_not_the_package_that_exports_it(gauge: ModuleType) -> None:
     sources = {
-        "room/__init__": "from traceloom.room.one import work as work\n",
+        "room/__init__": "from traceloom.room.one import work\n",
         "room/one": "def work(): pass\n",
         "room/two": "def draw():\n    from traceloom.room import work\n",
     }
@@ -107,7 +107,7 @@ def test_functions_begin_with_verbs_where_their_names_are_free(gauge: ModuleType
     counts = counts_of(
         gauge,
         {
-            "room/__init__": "from traceloom.lazy import lazy\nlazy(__name__, {'gpu_time': '.one'})\n",
+            "room/__init__": "from traceloom.system.lazy_import import lazy\nlazy(__name__, {'gpu_time': '.one'})\n",
             "room/one": (
                 "import logging\nfrom functools import cached_property\nfrom typing import Protocol, override\n"
                 "from traceloom.room.two import Base\n"

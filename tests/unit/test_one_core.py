@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from traceloom.one_core import MOST_EVENTS, on_one_core
+from traceloom.system.process import MOST_EVENTS, pin_to_one_core
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="needs Linux and two cores"
@@ -37,7 +37,7 @@ def a_thread() -> Iterator[int]:
 
 def test_all_threads_are_kept_on_one_core_and_let_go() -> None:
     before = os.sched_getaffinity(0)
-    with a_thread() as other, on_one_core():
+    with a_thread() as other, pin_to_one_core():
         core = os.sched_getaffinity(0)
         assert len(core) == 1
         assert core < before
@@ -49,7 +49,7 @@ def test_all_threads_are_kept_on_one_core_and_let_go() -> None:
 
 def test_a_thread_that_began_inside_is_let_go_too() -> None:
     before = os.sched_getaffinity(0)
-    inside = on_one_core()
+    inside = pin_to_one_core()
     inside.__enter__()
     with a_thread() as later:
         inside.__exit__(None, None, None)
@@ -58,14 +58,14 @@ def test_a_thread_that_began_inside_is_let_go_too() -> None:
 
 def test_they_are_let_go_where_what_is_inside_fails() -> None:
     before = os.sched_getaffinity(0)
-    with pytest.raises(KeyError), on_one_core():
+    with pytest.raises(KeyError), pin_to_one_core():
         raise KeyError
     assert os.sched_getaffinity(0) == before
 
 
 def test_much_work_has_all_cores() -> None:
     before = os.sched_getaffinity(0)
-    with on_one_core(MOST_EVENTS + 1):
+    with pin_to_one_core(MOST_EVENTS + 1):
         assert os.sched_getaffinity(0) == before
 
 
@@ -73,7 +73,7 @@ def test_what_has_one_core_already_stays_as_it_is() -> None:
     before = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, {max(before)})
-        with on_one_core():
+        with pin_to_one_core():
             assert os.sched_getaffinity(0) == {max(before)}
         assert os.sched_getaffinity(0) == {max(before)}
     finally:

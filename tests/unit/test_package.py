@@ -88,7 +88,7 @@ def test_a_view_draws_any_section_and_imports_none() -> None:
 
 
 def test_what_computes_does_not_read() -> None:
-    """Except `traceloom.read.again`: arguments of few events that no column holds are read again from the file.
+    """Except `traceloom.formats.arguments`: arguments of few events that no column holds are read again from the file.
 
     A simulation takes whatever holds a workload; the module that opens it computes nothing.
     """
@@ -97,17 +97,17 @@ def test_what_computes_does_not_read() -> None:
         if _package(path) in {"analyze", "findings", "retime", "simulate"} and path not in opens:
             froms = {node.module for node in ast.walk(_tree(path)) if isinstance(node, ast.ImportFrom) and node.module}
             read = {module for module in froms if module.startswith("traceloom.read")}
-            assert read <= {"traceloom.read.again"}, path
+            assert read <= {"traceloom.formats.arguments"}, path
 
 
 def test_only_capture_and_replay_name_torch() -> None:
     """And replay does so only where it runs something: nothing of it that is imported imports torch."""
-    sent = SOURCE / "agent" / "attach" / "in_target.py"  # its text runs in the program that is attached to
+    sent = SOURCE / "agent" / "attach" / "payload.py"  # its text runs in the program that is attached to
     for path in MODULES:
         tree = _tree(path)
         nodes = list(ast.walk(tree))
         imported = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
-        assert "traceloom.agent.attach.in_target" not in imported, path
+        assert "traceloom.agent.attach.payload" not in imported, path
         if path == sent:
             continue
         if _package(path) == "replay":

@@ -25,7 +25,7 @@ from support.jobs import (
     TokenImbalance,
     parallel_job,
 )
-from traceloom.model.category import GPU_WORK
+from traceloom.trace.vocabulary import GPU_WORK
 
 KINDS = {"allreduce": "all_reduce", "_allgather_base": "all_gather", "_reduce_scatter_base": "reduce_scatter",
          "all_to_allv": "all_to_all", "send": "send", "recv": "recv"}  # fmt: skip

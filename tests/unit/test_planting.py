@@ -61,7 +61,7 @@ def test_a_copy_shows_the_times_that_it_says(tmp_path: Path) -> None:
 
 
 def assert_shown(copies: Copies) -> None:
-    from traceloom.read import read_kineto
+    from traceloom.formats import read_kineto
 
     for rank, path in copies.paths.items():
         trace = read_kineto(path)

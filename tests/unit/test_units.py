@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from traceloom.model.units import change, count, counted, duration, share, size
+from traceloom.system.units import change, count, count_of, duration, share, size
 
-ASSETS = Path(__file__).parents[2] / "src" / "traceloom" / "report" / "views" / "html" / "assets"
+ASSETS = Path(__file__).parents[2] / "src" / "traceloom" / "report" / "views" / "assets"
 SCRIPT = ASSETS / "units.js"
 
 
@@ -99,4 +99,4 @@ def test_the_script_of_the_page_writes_numbers_alike(tmp_path: Path) -> None:
     ],
 )
 def test_things_are_counted_in_words(value: int, what: str, words: str) -> None:
-    assert counted(value, what) == words
+    assert count_of(value, what) == words

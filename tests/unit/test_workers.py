@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import traceloom
-from traceloom.workers import Worker, Workers, cores, shared_folder, workers
+from traceloom.system.processes import ProcessPool, WorkerProcess, cores, shared_folder, workers
 
 ECHO = """
 import json, os, sys
@@ -51,7 +51,7 @@ def test_as_another_user_it_has_nothing_of_root(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(sys, "path", [*sys.path, *libraries, str(folder)])
         monkeypatch.setenv("TOKEN", "secret")
         monkeypatch.setattr(sys, "executable", "/usr/bin/python3")
-        worker = Worker("who_it_is", user=65534)
+        worker = WorkerProcess("who_it_is", user=65534)
         assert list(worker.answers()) == [[65534, 65534, [], None, "/"]]
         worker.ended()
 
@@ -65,7 +65,7 @@ def is_gone(process: int) -> bool:
 
 
 def test_jobs_are_answered_in_their_order_whatever_they_hold(echo: str) -> None:
-    worker = Worker(echo, threads=3)
+    worker = WorkerProcess(echo, threads=3)
     answers = worker.answers()
     jobs: list[dict[str, object]] = [{}, {"text": "é\u2028\n\x00 \U0001f600"}, {"deep": [{"a": None}]}, {"n": 2**70}]
     for job in jobs:
@@ -79,7 +79,7 @@ def test_jobs_are_answered_in_their_order_whatever_they_hold(echo: str) -> None:
 
 
 def test_what_is_sent_to_a_process_that_has_ended_is_no_error(echo: str) -> None:
-    worker = Worker(echo)
+    worker = WorkerProcess(echo)
     worker.send({"end": 0})
     assert list(worker.answers()) == []
     for _ in range(3):
@@ -88,7 +88,7 @@ def test_what_is_sent_to_a_process_that_has_ended_is_no_error(echo: str) -> None
 
 
 def test_a_process_that_is_killed_says_by_which_signal(echo: str) -> None:
-    worker = Worker(echo)
+    worker = WorkerProcess(echo)
     worker.kill()
     assert list(worker.answers()) == []
     assert worker.ended() == -signal.SIGKILL
@@ -96,7 +96,7 @@ def test_a_process_that_is_killed_says_by_which_signal(echo: str) -> None:
 
 def test_the_number_of_threads_that_the_user_chose_stays(echo: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POLARS_MAX_THREADS", "5")
-    worker = Worker(echo, threads=2)
+    worker = WorkerProcess(echo, threads=2)
     worker.send({})
     assert next(worker.answers())["threads"] == "5"
     worker.kill()
@@ -111,14 +111,14 @@ def test_nothing_is_imported_from_the_current_directory(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend("")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    worker = Worker("of_a_stranger", quiet=True)
+    worker = WorkerProcess("of_a_stranger", quiet=True)
     assert list(worker.answers()) == []
     assert worker.ended() == 1
     assert capfd.readouterr().err == ""
 
 
 def test_idle_processes_are_used_again_and_busy_ones_are_not(echo: str) -> None:
-    def process(worker: Worker) -> int:
+    def process(worker: WorkerProcess) -> int:
         worker.send({})
         return int(next(worker.answers())["process"])
 
@@ -143,7 +143,7 @@ def test_none_begins_after_the_end(echo: str) -> None:
         pass
     with pytest.raises(InterruptedError), started.idle():
         pytest.fail("there is no process")
-    never = Workers(echo)
+    never = ProcessPool(echo)
     never.stop()
     never.ended()
     with pytest.raises(OSError), never.idle():
@@ -195,7 +195,7 @@ def test_cores_are_those_that_this_process_may_use() -> None:
 def test_answers_are_utf_8_in_every_locale(tmp_path: Path) -> None:
     says = 'def main():\n    import sys\n    sys.stdout.buffer.write(\'{"text": "2 \u00d7 \u00e9"}\\n\'.encode())\n'
     (tmp_path / "says_more_than_ascii.py").write_text(says, encoding="utf-8")
-    code = "from traceloom.workers import Worker; print(ascii(next(Worker('says_more_than_ascii').answers())['text']))"
+    code = "from traceloom.system.processes import WorkerProcess as Worker; print(ascii(next(Worker('says_more_than_ascii').answers())['text']))"
     paths = os.pathsep.join([str(tmp_path), str(Path(traceloom.__file__).parents[1])])
     ascii_alone = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": paths}
     done = subprocess.run(

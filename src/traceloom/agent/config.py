@@ -1,9 +1,8 @@
-"""What the agent is told: `agent.toml`. Every key has a default; unknown ones are refused, with the nearest name."""
+"""Agent.toml: settings, defaults, file locations, environment variables for jobs."""
 
 from __future__ import annotations
 
 import os
-import re
 import socket
 import sys
 import tempfile
@@ -14,24 +13,19 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 import msgspec
 
 from traceloom.agent.metrics import METRICS, PREFIX
-from traceloom.agent.requests.model import ProfilerName
-from traceloom.allowed_texts import NAME, in_words
+from traceloom.agent.traces.requests import ProfilerName
 from traceloom.errors import InputError, nearest, unreadable
+from traceloom.server.settings import Access, ConfigTable, Tcp
+from traceloom.system.text import NAME, describe_refusal
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-
 SYSTEM_SOCKET = Path("/run/traceloom/agent.sock")
 
-
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
-
-
-class ConfigTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A table of the file."""
 
 
 class Paths(ConfigTable, frozen=True):
@@ -85,38 +79,10 @@ class HistorySettings(ConfigTable, frozen=True):
     recent_seconds: int = 600
 
 
-class Token(ConfigTable, frozen=True):
-    """Who may come over TCP: the SHA-256 of the token in hex, and what it may do: `read` or `all`."""
-
-    sha256: str
-    name: str
-    may: str = "read"
-
-
 class Probes(ConfigTable, frozen=True):
     """Probes of functions in processes, where the kernel and the agent's rights allow them."""
 
     steps: bool = True  # steps and loader waits of PyTorch processes that do not report them
-
-
-class Tcp(ConfigTable, frozen=True):
-    """The TCP listener: none without `address`. Beyond loopback it needs TLS, and tokens or client certificates."""
-
-    address: str = ""  # 127.0.0.1:9465
-    certificate: str = ""
-    key: str = ""
-    client_ca: str = ""
-    tokens: tuple[Token, ...] = ()
-
-
-class Access(ConfigTable, frozen=True):
-    """Who may see what over the unix socket, and how much."""
-
-    group: str = ""  # sees all, as root does
-    requests_per_second: float = 200.0  # of one peer
-    connections: int = 256
-    request_bytes: int = 1 << 20
-    seconds: float = 10.0  # for a client to send its request and take the answer
 
 
 class Traces(ConfigTable, frozen=True):
@@ -341,7 +307,7 @@ def parsed(text: str, kind: type[Document], path: str) -> Document:
     except msgspec.ValidationError as error:
         message, _, where = str(error).partition(" - at `$.")
         raise InputError(
-            f"the configuration is wrong: {in_words(message)}",
+            f"the configuration is wrong: {describe_refusal(message)}",
             slug="wrong-config", where=f"{path}: {where.rstrip('`')}" if where else path,
         ) from error  # fmt: skip
 
@@ -424,18 +390,3 @@ def usual_path() -> Path:
     if os.geteuid() == 0:
         return Path("/etc/traceloom/agent.toml")
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config", "traceloom", "agent.toml")
-
-
-_ADDRESS = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:]+)\]|(?P<name>[^:\[\]]+)):(?P<port>\d{1,5})")
-
-
-def host_and_port(text: str) -> tuple[str, int]:
-    """`127.0.0.1:9465` or `[::1]:9465`.
-
-    Raises:
-        InputError: `wrong-config`: it is neither.
-    """
-    match = _ADDRESS.fullmatch(text)
-    if match is None or int(match["port"]) > 65535:
-        raise InputError(f"`{text}` is no address, as 127.0.0.1:9465", slug="wrong-config")
-    return match["six"] or match["name"], int(match["port"])

@@ -1,4 +1,12 @@
-"""The agent itself: puts its parts together, and answers for them."""
+"""Builds the parts, starts and stops them in order, the tick, signals, audit log.
+
+collect/ ─┐
+    accelerators/ ─┼─► board.py (the latest of everything) ─► publish/ · http/
+    owners/ ─┘              └─► history.py (what was)
+
+One asyncio loop answers from memory. What waits for a device or a disk runs in a thread of its own; what computes long
+runs in a process (`worker.py`). Nothing in the loop imports NumPy, Polars or torch.
+"""
 
 from __future__ import annotations
 
@@ -21,50 +29,40 @@ import msgspec
 
 from traceloom import __version__
 from traceloom.agent import doctor as checks
-from traceloom.agent import query, worker
-from traceloom.agent.accelerators.collecting import AcceleratorCollector
+from traceloom.agent import history, worker
+from traceloom.agent.accelerators.collector import AcceleratorCollector
+from traceloom.agent.api import Check, CollectorAnswer, HistoryQuestion, SeriesAnswer, StatusAnswer, StepsBody
 from traceloom.agent.audit import AuditLog
-from traceloom.agent.board import Board
-from traceloom.agent.collect import Collector, host_collectors
-from traceloom.agent.collect.cgroups import Cgroups
+from traceloom.agent.collectors.cgroups import Cgroups
+from traceloom.agent.collectors.collector import Collector, host_collectors
+from traceloom.agent.collectors.owned_processes import OwnedProcesses, jobs_now
+from traceloom.agent.collectors.scheduler import Scheduler
 from traceloom.agent.config import Config, Locations
-from traceloom.agent.environment import variables
-from traceloom.agent.grouping import GroupedStacks, grouped
+from traceloom.agent.database import RequestStore
+from traceloom.agent.fleet_link.link import Uplink
 from traceloom.agent.guard import Guard
-from traceloom.agent.hang_bundle import known_waits
-from traceloom.agent.hang_desk import HangDesk
+from traceloom.agent.handlers.app import build_app
+from traceloom.agent.hangs.bundle import known_waits
+from traceloom.agent.hangs.service import HangDesk
+from traceloom.agent.hangs.stacks import GroupedStacks, feed, grouped
 from traceloom.agent.history import History, Points, joined
-from traceloom.agent.http.answers import (
-    Check,
-    CollectorAnswer,
-    HistoryQuestion,
-    RequestError,
-    SeriesAnswer,
-    StatusAnswer,
-    StepsBody,
-)
-from traceloom.agent.http.app import build_app
-from traceloom.agent.http.server import serve
-from traceloom.agent.ipc.sockets import KinetoSockets
+from traceloom.agent.kineto.server import KinetoSockets, ProfilerClient, ProfilerRegistry
 from traceloom.agent.metrics import Histogram, Reading
-from traceloom.agent.owners import Process
-from traceloom.agent.processes import OwnedProcesses, jobs_now
+from traceloom.agent.ownership.environment import variables
+from traceloom.agent.ownership.model import Process
 from traceloom.agent.profilers.telemetry import TelemetryProfiler
-from traceloom.agent.publish.otlp import OtlpPublisher
-from traceloom.agent.registry import ProfilerClient, ProfilerRegistry
-from traceloom.agent.requests.desk import RequestDesk
-from traceloom.agent.requests.places import Places
-from traceloom.agent.requests.store import RequestStore
-from traceloom.agent.scheduler import Scheduler
-from traceloom.agent.stacks import look
-from traceloom.agent.step_clock import ProbedStepClock
-from traceloom.agent.steps import Steps
+from traceloom.agent.publishers.otlp import OtlpPublisher
+from traceloom.agent.snapshot import Board
+from traceloom.agent.steps import ProbedStepClock, Steps
 from traceloom.agent.topline import Topline, TracedFacts, element_types
-from traceloom.agent.triggers.engine import Triggers
-from traceloom.agent.triggers.hanging import HangRuleWatch
+from traceloom.agent.traces.files import Places
+from traceloom.agent.traces.runner import RequestDesk
+from traceloom.agent.triggers.adapter import Triggers
 from traceloom.agent.triggers.store import TriggerStore
-from traceloom.agent.uplink.link import Uplink
+from traceloom.agent.triggers.watches import HangRuleWatch
 from traceloom.errors import InputError, OutputError, TraceloomError, nearest
+from traceloom.server.listener import serve
+from traceloom.server.problem import RequestError
 
 LOG = logging.getLogger("traceloom.agent")
 _FORGET_S = 600.0
@@ -248,20 +246,20 @@ class Agent:
             shown = ((series, question.seen_as((name, series.labels))) for series in points)
             return [series._replace(labels=of[1]) for series, of in shown if of is not None]
 
-        metric = query.plain_name(question.metric)
+        metric = history.plain_name(question.metric)
         histories: dict[str, list[Points]] = {}
-        for name in {metric, *query.ATTRIBUTION}:
+        for name in {metric, *history.ATTRIBUTION}:
             points = self.history.recent(name, question.since_ns, question.until_ns)
             histories[name] = seen(name, points)
         loop = asyncio.get_running_loop()
         if question.since_ns < self.history.recent_from_ns():
-            for name in query.needed(metric, (*question.by, *question.where)):
+            for name in history.needed(metric, (*question.by, *question.where)):
                 older = await loop.run_in_executor(
                     self._reading, self.history.query, name, question.since_ns, question.until_ns
                 )
                 histories[name] = joined(seen(name, older), histories[name])
         try:
-            curves = query.answer(
+            curves = history.answer(
                 metric, lambda name: histories[name], by=question.by, where=question.where, raw=question.raw
             )
         except TraceloomError as error:
@@ -304,7 +302,7 @@ class Agent:
         self._stack_questions += 1
         try:
             async with self._looking:
-                looked = await look(processes, native=native)
+                looked = await feed(processes, native=native)
                 # A wait inside C++ looks like the Python that called it: the flight recorder tells, where it is on.
                 waits = await known_waits(processes)
         finally:

@@ -8,19 +8,19 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from traceloom.agent.accelerators.collecting import AcceleratorCollector
-from traceloom.agent.attach.support import unattachable
-from traceloom.agent.bpf.support import looks_into_others, unsupported
-from traceloom.agent.collect import Collector, read
+from traceloom.agent.accelerators.collector import AcceleratorCollector
+from traceloom.agent.api import Check
+from traceloom.agent.attach.injection import unattachable
+from traceloom.agent.collectors.collector import Collector, read
+from traceloom.agent.collectors.owned_processes import OwnedProcesses
 from traceloom.agent.config import Config, Locations
-from traceloom.agent.http.answers import Check
-from traceloom.agent.ipc.sockets import ABSTRACT, NAME
-from traceloom.agent.owners import Process
-from traceloom.agent.owners.environment import POLLED_DIRECTORY, POLLS
-from traceloom.agent.processes import OwnedProcesses
+from traceloom.agent.kineto.server import ABSTRACT, NAME
+from traceloom.agent.ownership.environment import POLLED_DIRECTORY, POLLS
+from traceloom.agent.ownership.model import Process
+from traceloom.agent.probes.calls import looks_into_others, unsupported
 from traceloom.agent.profilers import py_spy
-from traceloom.agent.step_clock import ProbedStepClock
-from traceloom.model.units import counted
+from traceloom.agent.steps import ProbedStepClock
+from traceloom.system.units import count_of
 
 _ABSTRACT_SHOWN = ABSTRACT.decode().replace("\0", "@")  # as the kernel lists it
 _MOST_SOCKETS = 16 << 20  # bytes of that list
@@ -98,7 +98,7 @@ def _of_devices(accelerators: AcceleratorCollector) -> Iterator[Check]:
     answering = sum(not device.stale for device in accelerators.devices.values())
     yield Check(
         area="devices", name="devices", works="yes" if answering else "no",
-        why=f"{counted(answering, 'device')} answering" if answering else "no device answers here",
+        why=f"{count_of(answering, 'device')} answering" if answering else "no device answers here",
         help="" if answering else "to try it without any: traceloom agent run --simulate 8",
     )  # fmt: skip
     for sentence in dict.fromkeys(accelerators.trouble()):
@@ -243,8 +243,8 @@ def _stacks() -> Check:
 
 def by_hand(config: Config, locations: Locations) -> list[Check]:
     """The same with no agent running: collectors are made, run once and closed."""
-    from traceloom.agent.collect import host_collectors
-    from traceloom.agent.collect.cgroups import Cgroups
+    from traceloom.agent.collectors.cgroups import Cgroups
+    from traceloom.agent.collectors.collector import host_collectors
 
     accelerators = AcceleratorCollector(config)
     owned = OwnedProcesses(config, accelerators)

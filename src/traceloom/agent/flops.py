@@ -1,6 +1,9 @@
-"""FLOP/s of a device, from what its pipes did: multiprocessors x clock x activity x FLOP per clock, summed over pipes.
+"""FLOP/s of a device from pipe activity and its data sheet, with bounds.
 
-    F = N_SM x f_SM(measured) x sum over pipes(activity x FLOP per clock per SM)
+The peaks are those of `traceloom.analyze`, read as a file: that package brings arrays, which the agent's loop does not
+import.
+
+F = N_SM x f_SM(measured) x sum over pipes(activity x FLOP per clock per SM)
 
 The pipe of the matrix units does not tell TF32 from BF16 or FP8, which differ by a factor of up to eight: what is known
 of the element type decides how wide the interval is. Integer operations are no FLOP and stand apart.
@@ -8,14 +11,82 @@ of the element type decides how wide the interval is. Integer operations are no 
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import msgspec
 
-from traceloom.agent.accelerators import Device
-from traceloom.agent.device_models import flop_per_clock
+from traceloom.agent.accelerators.backend import Device
 from traceloom.agent.metrics import Reading
+
+PEAKS = Path(__file__).parents[1] / "analyze" / "peaks.json"
+FLOP_PER_CLOCK = Path(__file__).with_name("flop_per_clock.json")
+_COMPARED = ("bf16", "fp16", "fp32")  # in this order: what devices are compared in
+
+
+class DeviceModel(msgspec.Struct, frozen=True, kw_only=True):
+    """One entry of a data sheet. FLOP/s by element type, dense; clocks in Hz; None or "": not known."""
+
+    name: str
+    flops: dict[str, float]
+    multiprocessors: int | None
+    architecture: str
+    highest_clock_hz: float | None
+    matrix_clock_hz: float | None  # at which the peaks of the matrix units are stated
+
+
+@cache
+def flop_per_clock() -> dict[str, dict[str, int]]:
+    """Architecture -> unit (`fp32`, `bf16_matrix`) -> FLOP per clock of one multiprocessor."""
+    tables: dict[str, dict[str, int]] = json.loads(FLOP_PER_CLOCK.read_text(encoding="utf-8"))["architectures"]
+    return tables
+
+
+@cache
+def _models() -> dict[str, DeviceModel]:
+    clocks = json.loads(FLOP_PER_CLOCK.read_text(encoding="utf-8"))["models"]
+    models: dict[str, DeviceModel] = {}
+    for entry in json.loads(PEAKS.read_text(encoding="utf-8"))["devices"]:
+        clock = clocks.get(entry["name"], {})
+        model = DeviceModel(
+            name=entry["name"], flops=entry["flops"], multiprocessors=entry["multiprocessors"],
+            architecture=clock.get("architecture", ""),
+            highest_clock_hz=clock["vector_mhz"] * 1e6 if clock else None,
+            matrix_clock_hz=clock["matrix_mhz"] * 1e6 if clock else None,
+        )  # fmt: skip
+        models |= {_plain(name): model for name in (entry["name"], *entry["aliases"])}
+    return models
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"\s+", " ", name).strip().lower()
+
+
+def device_model(name: str) -> DeviceModel | None:
+    """The data sheet of a device by its whole name; capitals and blanks do not count."""
+    return _models().get(_plain(name))
+
+
+def relative_peak(model: DeviceModel | None, reference: DeviceModel | None) -> float | None:
+    """How much faster a device is than another at most; None where either is not known.
+
+    Compared is the rate of BF16, else FP16, else FP32: the first that both data sheets have.
+    """
+    if model is None or reference is None:
+        return None
+    return next(
+        (
+            model.flops[kind] / reference.flops[kind]
+            for kind in _COMPARED
+            if {kind} <= model.flops.keys() & reference.flops
+        ),
+        None,
+    )
+
 
 Method = Literal["declared", "trace", "ratio", "bounds"]
 Values = Mapping[tuple[str, tuple[str, ...]], float]  # (metric, labels after the device) -> value

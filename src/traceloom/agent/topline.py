@@ -1,4 +1,4 @@
-"""What each job gets out of its devices, in few numbers that stand together: none of them says enough alone.
+"""Device time, energy, FLOPs per job and tick; facts learned from a trace.
 
 A device's time goes to the jobs that hold it: what it was busy by what each used, what it was idle in equal parts, as
 each of them keeps it from others. In whole milliseconds they add up to the time of the device.
@@ -9,16 +9,24 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from traceloom.agent.accelerators import Device
-from traceloom.agent.board import Board
-from traceloom.agent.device_models import DeviceModel, device_model, relative_peak
-from traceloom.agent.flops import FlopRate, MatrixTypes, Method, calibration
+from traceloom.agent.accelerators.backend import Device
+from traceloom.agent.flops import (
+    MATRIX_TYPES,
+    DeviceModel,
+    FlopRate,
+    MatrixTypes,
+    Method,
+    calibration,
+    device_model,
+    relative_peak,
+)
 from traceloom.agent.metrics import Reading, Series
-from traceloom.agent.owners.sharing import Share, split
+from traceloom.agent.ownership.model import Share, split
+from traceloom.agent.snapshot import Board
 
 KEPT_S = 600.0  # counters of a job that has no process any more
 NOBODY = ""  # job of processes that belong to none
@@ -297,3 +305,47 @@ def job_flops(parts: Mapping[str, float], values: Mapping[tuple[str, tuple[str, 
         high += part * values["gpu_flops", (device, of_device, "high")]
         method = max(method, of_device, key=LEAST_KNOWN.index)
     return FlopRate(low, high, method) if parts else None
+
+
+LEAST_MODELLED = 0.9  # share of the time of compute kernels whose FLOPs are counted, for them to be a reference
+
+
+def of_capture(path: str) -> dict[str, Any]:
+    """The fields of `JobFacts` from a capture or a trace: means over its processes and their whole steps.
+
+    Raises:
+        TraceloomError: It cannot be read.
+    """
+    import polars as pl
+
+    from traceloom.analyze import copies, roofline
+    from traceloom.analyze.kernel_rules import gpu_work
+    from traceloom.formats import load
+
+    session = load(path)
+    work = roofline(session)
+    spread = {
+        quantity: mean
+        for quantity, mean in work.spread.group_by("quantity").agg(pl.col("mean").mean()).iter_rows()
+        if mean is not None
+    }
+    whole = work.whole["roofline_fraction"].mean() if work.whole.height else None
+    matrix = work.operators.filter(pl.col("matrix") & pl.col("arithmetic").cast(pl.String).is_in(MATRIX_TYPES))
+    mix = matrix.group_by(pl.col("arithmetic").cast(pl.String)).agg(pl.col("flops").sum()).rows()
+    copied = []
+    compute_ns = 0
+    for trace in session.traces:
+        compute = gpu_work(trace).filter(pl.col("category").cast(pl.String) == "compute")
+        compute_ns += int((compute["end_ns"] - compute["start_ns"]).sum())
+        to_device = copies(trace).per_step.filter(pl.col("kind").cast(pl.String) == "HtoD")["mean_copied_bytes"]
+        if to_device.len() and not to_device.null_count():
+            copied.append(float(to_device.sum()))
+    is_counted = (work.whole["modelled_ns"].sum() or 0) >= LEAST_MODELLED * compute_ns  # without a device: all of it
+    facts = TracedFacts(
+        flops_per_step=spread.get("flops") if is_counted else None,
+        dtype_mix={kind: float(flops) for kind, flops in mix if flops},
+        roofline_ratio=spread.get("roofline_fraction", whole),
+        copied_bytes_per_step=sum(copied) / len(copied) if copied and len(copied) == len(session.traces) else None,
+    )
+    fields: dict[str, Any] = msgspec.to_builtins(facts)
+    return fields

@@ -14,18 +14,18 @@ import threading
 from typing import Any
 
 from traceloom.errors import TraceloomError
-from traceloom.workers import Worker
+from traceloom.system.processes import WorkerProcess
 
 TASKS = {
-    "pod-resources": "traceloom.agent.owners.pod_resources:containers",
-    "stacks": "traceloom.agent.profilers.chrome_stacks:convert",
-    "job-facts": "traceloom.agent.job_facts:of_capture",
-    "flight-records": "traceloom.agent.flight_records:of_files",
-    "keep-trace": "traceloom.agent.requests.keeping:keep",
-    "keep-memory": "traceloom.agent.requests.keeping:keep_memory",
-    "allocations": "traceloom.agent.bpf.recording:allocations",
-    "launches": "traceloom.agent.bpf.recording:launches",
-    "attach": "traceloom.agent.attach.scheduling:schedule",
+    "pod-resources": "traceloom.agent.ownership.kubernetes:containers",
+    "stacks": "traceloom.agent.profilers.py_spy:convert",
+    "job-facts": "traceloom.agent.topline:of_capture",
+    "flight-records": "traceloom.agent.hangs.flight_recorder:of_files",
+    "keep-trace": "traceloom.agent.traces.files:keep",
+    "keep-memory": "traceloom.agent.traces.files:keep_memory",
+    "allocations": "traceloom.agent.probes.recording:allocations",
+    "launches": "traceloom.agent.probes.recording:launches",
+    "attach": "traceloom.agent.attach.injection:schedule",
 }
 
 
@@ -36,7 +36,7 @@ def run(task: str, *, timeout_s: float = 600.0, user: int | None = None, **argum
         TraceloomError: `task-failed`: it could not start, raised, was killed, or took longer than `timeout_s`.
     """
     try:
-        worker = Worker("traceloom.agent.worker", quiet=True, user=user)
+        worker = WorkerProcess("traceloom.agent.worker", quiet=True, user=user)
     except OSError as error:
         raise TraceloomError(f"the task `{task}` did not start: {error}", slug="task-failed") from error
     timer = threading.Timer(timeout_s, worker.kill)
@@ -67,7 +67,7 @@ async def run_alone(task: str, **arguments: Any) -> Any:
         TraceloomError: `task-failed`: it could not start, raised or was killed; the message is its own.
     """
     try:
-        worker = Worker("traceloom.agent.worker", quiet=True)
+        worker = WorkerProcess("traceloom.agent.worker", quiet=True)
     except OSError as error:
         raise TraceloomError(f"the task `{task}` did not start: {error}", slug="task-failed") from error
     try:

@@ -7,112 +7,112 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from traceloom.lazy import lazy
+from traceloom.system.lazy_import import lazy
 
 lazy(
     __name__,
     {
-        "across_ranks": ".across.across_ranks",
+        "across_ranks": ".across_ranks",
         "answer": ".answer",
         "anti_patterns": ".anti_patterns",
         "blocking_calls": ".blocking_calls",
-        "collectives": ".collective.collectives",
-        "collectives_of": ".collective.collectives",
-        "communication": ".communication",
+        "collectives": ".collectives",
+        "collectives_of": ".collectives",
+        "communication": ".collectives",
         "compare": ".compare",
         "Comparison": ".compare",
         "compiled": ".compiled",
         "copies": ".copies",
-        "counters": ".counters",
+        "counters": ".kernel_efficiency",
         "critical_path": ".critical_path",
         "CriticalPath": ".critical_path",
         "data_loading": ".data_loading",
-        "declared_groups": ".collective.groups",
-        "exchanges": ".collective.matrix",
+        "declared_groups": ".groups",
+        "exchanges": ".groups",
         "flame": ".flame",
-        "gpu_time": ".breakdown",
+        "gpu_time": ".gpu_time",
         "graph_launches": ".graph_launches",
-        "groups": ".collective.groups",
-        "host": ".host",
+        "groups": ".groups",
+        "host": ".host_time",
         "idle": ".idle",
-        "imbalance": ".across.imbalance",
+        "imbalance": ".across_ranks",
         "inference": ".inference",
-        "kernel_bounds": ".kernel_bound",
+        "kernel_bounds": ".kernel_efficiency",
         "kernel_efficiency": ".kernel_efficiency",
         "kernel_kinds": ".kernel_kinds",
-        "kernel_launches": ".kernel_launches",
-        "kernel_shapes": ".kernel_shapes",
+        "kernel_launches": ".kernels",
+        "kernel_shapes": ".kernels",
         "kernels": ".kernels",
-        "KindRule": ".kind_rules",
-        "load_rules": ".kind_rules",
+        "KindRule": ".kernel_rules",
+        "load_rules": ".kernel_rules",
         "launches": ".launches",
-        "longest_gaps": ".longest_gaps",
-        "matrix": ".collective.matrix",
+        "longest_gaps": ".idle",
+        "matrix": ".groups",
         "memory": ".memory",
         "modules": ".modules",
-        "operators": ".operators",
+        "operators": ".kernels",
         "patterns": ".patterns",
         "quality": ".quality",
-        "rank_part": ".across.rank_part",
-        "read_kind_rules": ".kind_rules",
-        "read_rules": ".classify",
+        "rank_part": ".rank_summary",
+        "read_kind_rules": ".kernel_rules",
+        "read_rules": ".kernel_rules",
         "roofline": ".roofline",
-        "Rule": ".classify",
-        "slow_steps": ".across.slow_steps",
+        "Rule": ".kernel_rules",
+        "slow_steps": ".across_ranks",
         "step_times": ".steps",
-        "threads": ".threads",
-        "work_per_step": ".work_per_step",
+        "threads": ".host_time",
+        "work_per_step": ".kernels",
     },
 )
 
 if TYPE_CHECKING:
-    from traceloom.analyze.across.across_ranks import across_ranks as across_ranks
-    from traceloom.analyze.across.imbalance import imbalance as imbalance
-    from traceloom.analyze.across.rank_part import rank_part as rank_part
-    from traceloom.analyze.across.slow_steps import slow_steps as slow_steps
+    from traceloom.analyze.across_ranks import across_ranks as across_ranks
+    from traceloom.analyze.across_ranks import imbalance as imbalance
+    from traceloom.analyze.across_ranks import slow_steps as slow_steps
     from traceloom.analyze.answer import answer as answer
     from traceloom.analyze.anti_patterns import anti_patterns as anti_patterns
     from traceloom.analyze.blocking_calls import blocking_calls as blocking_calls
-    from traceloom.analyze.breakdown import gpu_time as gpu_time
-    from traceloom.analyze.classify import Rule as Rule
-    from traceloom.analyze.classify import read_rules as read_rules
-    from traceloom.analyze.collective.collectives import collectives as collectives
-    from traceloom.analyze.collective.collectives import collectives_of as collectives_of
-    from traceloom.analyze.collective.groups import declared_groups as declared_groups
-    from traceloom.analyze.collective.groups import groups as groups
-    from traceloom.analyze.collective.matrix import exchanges as exchanges
-    from traceloom.analyze.collective.matrix import matrix as matrix
-    from traceloom.analyze.communication import communication as communication
+    from traceloom.analyze.collectives import collectives as collectives
+    from traceloom.analyze.collectives import collectives_of as collectives_of
+    from traceloom.analyze.collectives import communication as communication
     from traceloom.analyze.compare import Comparison as Comparison
     from traceloom.analyze.compare import compare as compare
     from traceloom.analyze.compiled import compiled as compiled
     from traceloom.analyze.copies import copies as copies
-    from traceloom.analyze.counters import counters as counters
     from traceloom.analyze.critical_path import CriticalPath as CriticalPath
     from traceloom.analyze.critical_path import critical_path as critical_path
     from traceloom.analyze.data_loading import data_loading as data_loading
     from traceloom.analyze.flame import flame as flame
+    from traceloom.analyze.gpu_time import gpu_time as gpu_time
     from traceloom.analyze.graph_launches import graph_launches as graph_launches
-    from traceloom.analyze.host import host as host
+    from traceloom.analyze.groups import declared_groups as declared_groups
+    from traceloom.analyze.groups import exchanges as exchanges
+    from traceloom.analyze.groups import groups as groups
+    from traceloom.analyze.groups import matrix as matrix
+    from traceloom.analyze.host_time import host as host
+    from traceloom.analyze.host_time import threads as threads
     from traceloom.analyze.idle import idle as idle
+    from traceloom.analyze.idle import longest_gaps as longest_gaps
     from traceloom.analyze.inference import inference as inference
-    from traceloom.analyze.kernel_bound import kernel_bounds as kernel_bounds
+    from traceloom.analyze.kernel_efficiency import counters as counters
+    from traceloom.analyze.kernel_efficiency import kernel_bounds as kernel_bounds
     from traceloom.analyze.kernel_efficiency import kernel_efficiency as kernel_efficiency
     from traceloom.analyze.kernel_kinds import kernel_kinds as kernel_kinds
-    from traceloom.analyze.kernel_launches import kernel_launches as kernel_launches
-    from traceloom.analyze.kernel_shapes import kernel_shapes as kernel_shapes
+    from traceloom.analyze.kernel_rules import KindRule as KindRule
+    from traceloom.analyze.kernel_rules import Rule as Rule
+    from traceloom.analyze.kernel_rules import load_rules as load_rules
+    from traceloom.analyze.kernel_rules import read_kind_rules as read_kind_rules
+    from traceloom.analyze.kernel_rules import read_rules as read_rules
+    from traceloom.analyze.kernels import kernel_launches as kernel_launches
+    from traceloom.analyze.kernels import kernel_shapes as kernel_shapes
     from traceloom.analyze.kernels import kernels as kernels
-    from traceloom.analyze.kind_rules import KindRule as KindRule
-    from traceloom.analyze.kind_rules import load_rules as load_rules
-    from traceloom.analyze.kind_rules import read_kind_rules as read_kind_rules
+    from traceloom.analyze.kernels import operators as operators
+    from traceloom.analyze.kernels import work_per_step as work_per_step
     from traceloom.analyze.launches import launches as launches
-    from traceloom.analyze.longest_gaps import longest_gaps as longest_gaps
     from traceloom.analyze.memory import memory as memory
     from traceloom.analyze.modules import modules as modules
-    from traceloom.analyze.operators import operators as operators
     from traceloom.analyze.patterns import patterns as patterns
     from traceloom.analyze.quality import quality as quality
+    from traceloom.analyze.rank_summary import rank_part as rank_part
     from traceloom.analyze.roofline import roofline as roofline
     from traceloom.analyze.steps import step_times as step_times
-    from traceloom.analyze.threads import threads as threads
-    from traceloom.analyze.work_per_step import work_per_step as work_per_step

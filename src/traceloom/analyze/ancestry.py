@@ -12,11 +12,11 @@ import numpy as np
 import polars as pl
 from msgspec import Struct
 
-from traceloom.analyze.remembered import per_trace
-from traceloom.analyze.splitting import split_at_steps
-from traceloom.array_types import Bools, Ints
-from traceloom.model import Trace
-from traceloom.model.arrays import column, innermost, lookup, nearest, subtree_stops
+from traceloom.analyze.steps import split_at_steps
+from traceloom.trace.array_types import Bools, Ints
+from traceloom.trace.arrays import column, gather_rows, innermost_stretch, nearest, subtree_stops
+from traceloom.trace.batch import per_trace
+from traceloom.trace.trace import Trace
 
 _FEW = 4  # where fewer than one in so many events is wanted, looking at these alone is faster than jumping over others
 _SHORT: Any = np.int32  # of positions of events that are kept long or used by twos: half of the memory
@@ -80,7 +80,7 @@ class Forest(Struct, frozen=True):
         positions = np.flatnonzero(wanted)
         if type(self.stop) is not np.ndarray or positions.size * _FEW > wanted.size:
             return nearest(self.parent, wanted)
-        return innermost(positions, self.stop[positions], wanted.size)
+        return innermost_stretch(positions, self.stop[positions], wanted.size)
 
     def nearest_or_self(self, wanted: Bools, above: Ints | None = None) -> Ints:
         """Position of the event itself where it is wanted, else of its nearest wanted ancestor; -1 for none.
@@ -177,7 +177,7 @@ def forest(trace: Trace) -> Forest:
     lane_of = column(trace, "lane")
     is_host = np.zeros(trace.lanes.height + int(lane_of.max(initial=0)) + 1, dtype=np.bool_)
     is_host[host] = True
-    row = np.flatnonzero(lookup(is_host, lane_of))
+    row = np.flatnonzero(gather_rows(is_host, lane_of))
     row = row[np.argsort(lane_of[row], kind="stable")]
     position = np.full(events.height, -1, dtype=np.int64, like=lane_of)
     position[row] = np.arange(row.size, like=row)

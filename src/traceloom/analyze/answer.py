@@ -9,19 +9,16 @@ from functools import cached_property
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.breakdown import GpuTime, gpu_time
 from traceloom.analyze.data_loading import DataLoading, data_loading
-from traceloom.analyze.device_account import DeviceAccount, device_account, has_step_time
-from traceloom.analyze.host import HostTime, host
-from traceloom.analyze.idle import Idle, idle
-from traceloom.analyze.idle_causes import CAUSES, HOST_CAUSES
-from traceloom.analyze.operators import Operators, operators
+from traceloom.analyze.gpu_time import DeviceAccount, GpuTime, device_account, gpu_time, has_step_time
+from traceloom.analyze.host_time import HostTime, host
+from traceloom.analyze.idle import CAUSES, HOST_CAUSES, Idle, idle
+from traceloom.analyze.kernels import Operators, operators
 from traceloom.analyze.steps import of_requests, step_times
-from traceloom.model import Session, Trace
-from traceloom.model.frames import as_declared, schema
-from traceloom.model.result import Result
-from traceloom.model.step_log import all_steps
-from traceloom.model.units import count, duration, share
+from traceloom.system.units import count, duration, share
+from traceloom.trace.frames import Result, cast_to_schema, schema
+from traceloom.trace.session import Session, all_steps
+from traceloom.trace.trace import Trace
 
 PARTS = schema("label kind ns fraction")
 _EDGE = "before the first and after the last GPU work"
@@ -71,7 +68,7 @@ _OF_RUN = 0.05  # and of the time of all steps: worth a sentence
 
 
 @dataclass(frozen=True)
-class Facts:
+class AnswerInputs:
     """What the answer is made of, for one trace; a report that has them already passes them on."""
 
     trace: Trace
@@ -107,19 +104,19 @@ class Answer(Result):
     whole_ns: int
 
 
-def facts(trace: Trace) -> Facts:
+def gather_inputs(trace: Trace) -> AnswerInputs:
     """Run the analyses that the answer needs."""
-    return Facts(trace, gpu_time(trace), idle(trace), host(trace), operators(trace), data_loading(trace))
+    return AnswerInputs(trace, gpu_time(trace), idle(trace), host(trace), operators(trace), data_loading(trace))
 
 
-def answer(session: Session, facts_of_traces: Sequence[Facts] | None = None) -> Answer:
+def answer(session: Session, facts_of_traces: Sequence[AnswerInputs] | None = None) -> Answer:
     """Say where the time of a run goes, for any number of ranks, with or without GPUs, with or without steps.
 
     Args:
         session: The run.
         facts_of_traces: The facts of its traces, where they are at hand.
     """
-    all_facts = [facts(trace) for trace in session.traces] if facts_of_traces is None else list(facts_of_traces)
+    all_facts = [gather_inputs(trace) for trace in session.traces] if facts_of_traces is None else list(facts_of_traces)
     on_gpu = [fact for fact in all_facts if fact.gpu.devices.height]
     rows: list[tuple[str, str, int]] = []  # label, kind, ns
     for fact in on_gpu:  # what the devices did in the window of the account; idle time by cause
@@ -145,7 +142,7 @@ def answer(session: Session, facts_of_traces: Sequence[Facts] | None = None) -> 
     parts = (
         parts.with_columns(fraction.alias("fraction"))
         .sort(["ns", "label"], descending=[True, False])
-        .pipe(as_declared, PARTS)
+        .pipe(cast_to_schema, PARTS)
     )
     whole = int(parts["ns"].sum())
     if not whole:
@@ -155,7 +152,7 @@ def answer(session: Session, facts_of_traces: Sequence[Facts] | None = None) -> 
     return Answer(sentence, parts, _step_ns([fact.trace for fact in on_gpu or all_facts]), whole)
 
 
-def _first_step(all_facts: list[Facts]) -> str:
+def _first_step(all_facts: list[AnswerInputs]) -> str:
     """What the first step of the run cost, where the answer does not cover it and it took unusually long.
 
     It compiles, loads code and allocates, and is in no usual window. A usual step is the median of the steps after it
@@ -185,7 +182,7 @@ def _first_step(all_facts: list[Facts]) -> str:
     )
 
 
-def _where(all_facts: list[Facts]) -> str:
+def _where(all_facts: list[AnswerInputs]) -> str:
     """Ranks, and the time that the parts add up to: `Ranks 0-7, 5 steps of 212 ms`."""
     traces = [fact.trace for fact in all_facts]
     ranks = sorted({trace.rank for trace in traces if trace.rank is not None})
@@ -234,7 +231,7 @@ def _lengths(traces: list[Trace]) -> pl.Series:
     return steps.filter(whole, pl.col("duration_ns") > 0)["duration_ns"]
 
 
-def _of_gpus(parts: pl.DataFrame, whole: int, all_facts: list[Facts]) -> str:
+def _of_gpus(parts: pl.DataFrame, whole: int, all_facts: list[AnswerInputs]) -> str:
     sums = parts.group_by("kind").agg(pl.col("ns").sum()).sort("ns", "kind", descending=[True, False])
     devices = sum(fact.gpu.devices.height for fact in all_facts)
     name = f"GPU {all_facts[0].gpu.devices['device'][0]} is" if devices == 1 else f"the {devices} GPUs are"
@@ -251,7 +248,7 @@ def _of_gpus(parts: pl.DataFrame, whole: int, all_facts: list[Facts]) -> str:
     return f"{text}; the main cause of the idle time ({share(ns, idle_ns)} of it): {reasons[label]}"
 
 
-def _of_threads(parts: pl.DataFrame, whole: int, all_facts: list[Facts]) -> str:
+def _of_threads(parts: pl.DataFrame, whole: int, all_facts: list[AnswerInputs]) -> str:
     """The main activity with its phase and largest operator, then communication and the DataLoader."""
     sums = parts.group_by("kind").agg(pl.col("ns").sum()).sort("ns", "kind", descending=[True, False])
     kind, ns = str(sums["kind"][0]), int(sums["ns"][0])
@@ -285,7 +282,7 @@ def _of_threads(parts: pl.DataFrame, whole: int, all_facts: list[Facts]) -> str:
     return f"{text}; {_listed(clauses)}" if clauses else text
 
 
-def _ran(all_facts: list[Facts]) -> tuple[int, int] | None:
+def _ran(all_facts: list[AnswerInputs]) -> tuple[int, int] | None:
     """Time that the threads of the recorded steps ran, and the duration of these steps; None where any is unknown."""
     ran = whole = 0
     for fact in all_facts:

@@ -13,16 +13,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.gaps import gpu_rows
-from traceloom.analyze.op_siblings import Host, host_of
-from traceloom.analyze.remembered import per_trace
+from traceloom.analyze.gpu_work import OpNeighbourhood, as_plain_array, build_op_neighbourhood, gpu_rows
 from traceloom.analyze.repeats import StretchNumbers
-from traceloom.analyze.submissions import plain
-from traceloom.array_types import Ints
-from traceloom.model import Trace
-from traceloom.model.arrays import column
-from traceloom.model.frames import schema
-from traceloom.model.result import Result
+from traceloom.trace.array_types import Ints
+from traceloom.trace.arrays import column
+from traceloom.trace.batch import per_trace
+from traceloom.trace.frames import Result, schema
+from traceloom.trace.trace import Trace
 
 _LEAST_REPEATS = 10
 _ALIGNED = 8
@@ -51,7 +48,7 @@ class RuleMatches:
     reason: str | None = None
 
 
-def extra_copy(host: Host) -> RuleMatches:
+def extra_copy(host: OpNeighbourhood) -> RuleMatches:
     """A tensor is filled on the CPU and moved to the GPU at once."""
     to = host.ops(r"^aten::to$")
     if not host.is_op.any():
@@ -93,7 +90,7 @@ def extra_copy(host: Host) -> RuleMatches:
     return RuleMatches(to, evidence, tuple(f"filled by {name}" for name in filled))
 
 
-def loop_indexing(host: Host) -> RuleMatches:
+def loop_indexing(host: OpNeighbourhood) -> RuleMatches:
     """The same few operators around `aten::select`, ten times and more in a row, beside each other."""
     if not host.is_op.any():
         return RuleMatches(reason="no operators were recorded")
@@ -134,7 +131,7 @@ def loop_indexing(host: Host) -> RuleMatches:
     return RuleMatches(ops[select[starts]], "correlated" if host.has_stacks else "inferred", detail, last)
 
 
-def fp32_matmul(host: Host) -> RuleMatches:
+def fp32_matmul(host: OpNeighbourhood) -> RuleMatches:
     """A matrix product in plain FP32 on a GPU that has TF32."""
     trace = host.trace
     ops = host.ops(_MATMULS)
@@ -148,13 +145,13 @@ def fp32_matmul(host: Host) -> RuleMatches:
     if all(float(version) < _TF32_CAPABILITY for version in capability):
         return RuleMatches(reason=f"the device has no TF32 (compute capability {capability[0]}, 8.0 is needed)")
     kernel = gpu_rows(trace)
-    op = plain(column(trace, "op", -1))[kernel]
+    op = as_plain_array(column(trace, "op", -1))[kernel]
     if not (op >= 0).any():
         return RuleMatches(reason="no kernel is joined to its operator, and the mode itself is not recorded")
-    code = plain(host.words.code)[kernel]
+    code = as_plain_array(host.words.code)[kernel]
     slow = host.words.matching(_FP32_KERNEL) & ~host.words.matching(_TF32_KERNEL)
     at = np.flatnonzero((op >= 0) & slow[code])
-    position = plain(host.tree.position)[op[at]]
+    position = as_plain_array(host.tree.position)[op[at]]
     is_matmul = np.zeros(host.code.size + 1, dtype=np.bool_)
     is_matmul[ops] = True
     owner = np.where(is_matmul[position], position, host.op_parent[position]) if position.size else position
@@ -164,7 +161,7 @@ def fp32_matmul(host: Host) -> RuleMatches:
     return RuleMatches(owner, "correlated", tuple(f"runs {text[:80]}" for text in names))
 
 
-def single_tensor_optimizer(host: Host) -> RuleMatches:
+def single_tensor_optimizer(host: OpNeighbourhood) -> RuleMatches:
     """An optimizer goes through its parameters one by one."""
     frames = np.flatnonzero(host.named(r"_single_tensor_[0-9A-Za-z_]+$"))
     if host.has_stacks:
@@ -183,7 +180,7 @@ def single_tensor_optimizer(host: Host) -> RuleMatches:
     return RuleMatches(at, "inferred", tuple(f"{count} updates one by one" for count in updates[at].tolist()))
 
 
-def synchronous_loader(host: Host) -> RuleMatches:
+def synchronous_loader(host: OpNeighbourhood) -> RuleMatches:
     """A DataLoader without workers: the training loop makes its own batches."""
     spans = np.flatnonzero(host.tree.topmost(host.named(r"_SingleProcessDataLoaderIter")))
     if spans.size:
@@ -201,7 +198,7 @@ def synchronous_loader(host: Host) -> RuleMatches:
     return RuleMatches(at, "correlated", ("made without workers",) * at.size)
 
 
-def gradient_zeroed(host: Host) -> RuleMatches:
+def gradient_zeroed(host: OpNeighbourhood) -> RuleMatches:
     """`zero_grad` writes zeros instead of dropping the gradients."""
     calls = host.named(r"^Optimizer\.zero_grad#") | (host.named(r": zero_grad$") & host.is_python)
     at = np.flatnonzero(host.tree.topmost(calls))
@@ -214,7 +211,7 @@ def gradient_zeroed(host: Host) -> RuleMatches:
     return RuleMatches(at[kept], "correlated", tuple(f"{number} fills with zero" for number in count[kept].tolist()))
 
 
-def bias_before_norm(host: Host) -> RuleMatches:
+def bias_before_norm(host: OpNeighbourhood) -> RuleMatches:
     """A convolution adds a bias that the batch normalisation after it takes away again."""
     convolution = host.ops(r"^aten::conv2d$")
     if not convolution.size:
@@ -247,7 +244,7 @@ def bias_before_norm(host: Host) -> RuleMatches:
     return RuleMatches(convolution[kept], evidence, ("followed by a batch normalisation",) * int(kept.sum()))
 
 
-def unaligned_half(host: Host) -> RuleMatches:
+def unaligned_half(host: OpNeighbourhood) -> RuleMatches:
     """A matrix product in half precision whose dimensions are not multiples of 8."""
     ops = host.ops(r"^aten::(mm|bmm|addmm)$")
     if not ops.size:
@@ -270,7 +267,7 @@ def unaligned_half(host: Host) -> RuleMatches:
     return RuleMatches(matches["position"].to_numpy(), "correlated", tuple(matches["detail"].to_list()))
 
 
-RULES: dict[str, tuple[Callable[[Host], RuleMatches], str]] = {
+RULES: dict[str, tuple[Callable[[OpNeighbourhood], RuleMatches], str]] = {
     "extra_cuda_copy": (extra_copy, "create the tensor on the GPU: torch.zeros(..., device='cuda')"),
     "for_loop_indexing": (loop_indexing, "index with a tensor or a slice instead of in a loop"),
     "fp32_matmul": (fp32_matmul, "allow TF32: torch.set_float32_matmul_precision('high')"),
@@ -316,7 +313,7 @@ class AntiPatterns(Result):
 @per_trace
 def anti_patterns(trace: Trace) -> AntiPatterns:
     """Look for each of the known anti-patterns, or say why it cannot be looked for."""
-    host = host_of(trace)
+    host = build_op_neighbourhood(trace)
     rows, matches = [], [MATCHES.to_frame()]
     for name, (rule, advice) in RULES.items():
         finding = rule(host)

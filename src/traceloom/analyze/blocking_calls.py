@@ -10,23 +10,18 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze.ancestry import forest
-from traceloom.analyze.blocking import starting_calls
-from traceloom.analyze.call_tree import KINDS as NODE_KINDS
-from traceloom.analyze.call_tree import call_tree
-from traceloom.analyze.classify import gpu_work
-from traceloom.analyze.frames import RECORDER, is_users
+from traceloom.analyze.flame import KINDS as NODE_KINDS
+from traceloom.analyze.flame import call_tree
+from traceloom.analyze.host_events import BLOCKING_CALL, RECORDER, classify_events, is_users, starting_calls
 from traceloom.analyze.intervals import Spans, coverage, union
-from traceloom.analyze.per_step import per_step, whole_steps
-from traceloom.analyze.phases import BLOCKING_CALL, meaning
-from traceloom.analyze.remembered import of_each, per_trace
-from traceloom.analyze.splitting import NO_STEP
-from traceloom.analyze.stacked import TRACE, of_events, stacked, unstacked
-from traceloom.array_types import Ints
-from traceloom.model import Trace
-from traceloom.model import category as cat
-from traceloom.model.arrays import column, nullable
-from traceloom.model.frames import schema
-from traceloom.model.result import Result
+from traceloom.analyze.kernel_rules import gpu_work
+from traceloom.analyze.steps import NO_STEP, per_step, whole_steps
+from traceloom.trace import vocabulary as cat
+from traceloom.trace.array_types import Ints
+from traceloom.trace.arrays import column, to_nullable_series
+from traceloom.trace.batch import TRACE, of_each, of_events, per_trace, stacked, unstacked
+from traceloom.trace.frames import Result, schema
+from traceloom.trace.trace import Trace
 
 KINDS = {
     "item": "a value is read from the GPU: .item(), bool(), float()",
@@ -168,7 +163,7 @@ def _calls(trace: Trace, busy: Spans) -> pl.DataFrame:
         by the operators around it), call, op, frame and stack as in `SITES`.
     """
     tree = forest(trace)
-    waits = meaning(trace).activity == BLOCKING_CALL
+    waits = classify_events(trace).activity == BLOCKING_CALL
     folded = call_tree(trace)
     waits &= ~folded.names.str.contains(r"^<built-in method run_backward").to_numpy()[folded.name_of]
     rows = np.flatnonzero(tree.topmost(waits))
@@ -210,7 +205,7 @@ def _calls(trace: Trace, busy: Spans) -> pl.DataFrame:
         {
             "event": row,
             "lane": lane,
-            "step": nullable(column(trace, "step", int(NO_STEP))[row], pl.Int32, int(NO_STEP)),
+            "step": to_nullable_series(column(trace, "step", int(NO_STEP))[row], pl.Int32, int(NO_STEP)),
             "start_ns": start,
             **times,
             "python": column(trace, "category")[row] == cat.CATEGORIES.index(cat.PYTHON),

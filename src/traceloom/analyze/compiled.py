@@ -1,4 +1,8 @@
-"""What does `torch.compile` do in this run: what runs compiled, what does not, and what does compiling cost?"""
+"""Torch.compile: graphs, breaks, compilations.
+
+The marks say which events compile, look up, run compiled graphs, or wrap them. Names are those of torch 2.0 to 2.13,
+read from recorded runs; docs/concepts/compile.md shows them.
+"""
 
 from __future__ import annotations
 
@@ -7,36 +11,156 @@ from functools import cache
 
 import numpy as np
 import polars as pl
+from msgspec import Struct
 
 from traceloom.analyze.ancestry import forest, host_segments
-from traceloom.analyze.attribution import launched_work
 from traceloom.analyze.autograd import backward_of
-from traceloom.analyze.compilations import (
-    BREAK,
-    COMPILATIONS,
-    COMPILE,
-    GRAPH,
-    LOOKUP,
-    NOTHING,
-    OUTSIDE,
-    PARTS,
-    REGION_NAME,
-    Marks,
-    compilations,
-    marks,
-)
-from traceloom.analyze.host import main_lane
+from traceloom.analyze.gpu_work import attribute_to_launches
+from traceloom.analyze.host_events import classify_events
+from traceloom.analyze.host_time import main_lane
 from traceloom.analyze.intervals import coverage, union
-from traceloom.analyze.per_step import per_step, whole_steps
-from traceloom.analyze.phases import meaning
-from traceloom.analyze.splitting import NO_STEP, split_at_steps
-from traceloom.analyze.vocabulary import vocabulary
-from traceloom.array_types import Ints
-from traceloom.model import Trace
-from traceloom.model import category as cat
-from traceloom.model.arrays import column, nullable
-from traceloom.model.frames import as_declared, schema
-from traceloom.model.result import Result
+from traceloom.analyze.names import vocabulary
+from traceloom.analyze.steps import NO_STEP, per_step, split_at_steps, whole_steps
+from traceloom.trace import vocabulary as cat
+from traceloom.trace.array_types import Bools, Ints
+from traceloom.trace.arrays import column, gather_rows, to_nullable_series
+from traceloom.trace.batch import per_trace
+from traceloom.trace.frames import Result, cast_to_schema, schema
+from traceloom.trace.trace import Trace
+
+PARTS = ("compile", "lookup", "graph", "wrapper", "break", "outside", "unobserved")
+COMPILE, LOOKUP, GRAPH, WRAPPER, BREAK, OUTSIDE, NOTHING = range(7)
+
+REGION_NAME = r"^Torch-Compiled Region: ([0-9]{1,18})/([0-9]{1,18})(?:[^0-9]|$)"
+_NAMES = {
+    "region": REGION_NAME,
+    "compile": r" \(dynamo_timed\)$"
+    r"|^(dynamo|entire_(frame|backward)_compile|backend_compile|inductor_compile|fx_codegen_and_compile)$"
+    r"|(^|/)torch/_dynamo/convert_frame\.py\(\d+\): (_compile|compile_inner)$",
+    "lookup": r"^TorchDynamo Cache Lookup",
+    "graph": r"^CompiledFunction(Backward)?$|^## Call CompiledFxGraph ",
+    "wrapper": r"^(Pregraph bytecode|AOTDispatcher Runtime Wrapper Prologue)$",
+}
+COMPILED = f"{_NAMES['region']}|{_NAMES['graph']}"
+"""What runs something compiled: regions, and graphs without one."""
+
+_BACKWARD = r"^(entire_backward_compile|backward\._backward_impl)"
+
+# Phases by the names the compiler gives them; code lies in Inductor, Inductor in the back end.
+_PHASES = {
+    "guards": r"^build_guards( |$)",
+    "backend": r"^(backend_compile|OutputGraph\.call_user_compiler \(dynamo_timed\)|call_user_compiler)$|" + _BACKWARD,
+    "inductor": r"^(inductor_compile|compile_fx_inner \(dynamo_timed\))$",
+    "code": r"^(GraphLowering\.compile_to_(fn|module)|PyCodeCache\.load_by_key_path|async_compile\.wait)( |$)",
+}
+STAGES = ("dynamo_ns", "guards_ns", "autograd_ns", "inductor_ns", "code_ns")
+_ID = r"compile_id=(?:!\d+/)?([0-9]{1,18})/([0-9]{1,18})(?:[^0-9]|$)"
+COMPILATIONS = schema(
+    "event region number recompile direction step lane start_ns duration_ns",
+    *STAGES,
+    {"direction": pl.Enum(["forward", "backward"])},
+)
+
+
+class Marks(Struct, frozen=True):
+    """Arrays of shape (host events,), in the forest's order.
+
+    Attributes:
+        region: Events that are compiled regions.
+        graph: Outermost events of compiled graphs, forward and backward; operators that stand for them, see `marks`.
+        compiling: Outermost events of compilations.
+        looking_up: Lookups in the cache of compiled code.
+        within: The innermost region around each event (or itself); -1 outside regions.
+        part: Index in PARTS.
+        any: Whether the trace shows anything of torch.compile.
+    """
+
+    region: Bools
+    graph: Bools
+    compiling: Bools
+    looking_up: Bools
+    within: Ints
+    part: Ints
+    any: bool
+
+
+@per_trace
+def marks(trace: Trace) -> Marks:
+    """Read the names of the host events.
+
+    Time belongs to the nearest mark above it, but all of a compilation is compilation. Operators directly in a region
+    run uncompiled, unless the region holds no graph at all: then its back end runs graphs operator by operator.
+    """
+    tree = forest(trace)
+    words = vocabulary(trace)
+    code = words.code[tree.row]
+    matches = words.matching_each(list(_NAMES.values()))
+    named = {name: gather_rows(of_name, code) for name, of_name in zip(_NAMES, matches, strict=True)}
+    compiling = tree.topmost(named["compile"])
+    inside = tree.nearest_or_self(compiling) >= 0
+    region, graph = named["region"] & ~inside, tree.topmost(named["graph"]) & ~inside
+    looking_up = named["lookup"] & ~inside
+    within = tree.nearest_or_self(region)
+    marked_part = np.full(code.size, -1, like=tree.row)
+    for number, mask in ((WRAPPER, region | (named["wrapper"] & ~inside)), (GRAPH, graph), (LOOKUP, looking_up)):
+        marked_part[mask] = number
+    nearest = tree.nearest_or_self(marked_part >= 0)
+    part = np.append(marked_part, OUTSIDE)[nearest]
+    is_op = classify_events(trace).op & (marked_part < 0)
+    loose = (tree.nearest_or_self(is_op) > nearest) & (part == WRAPPER)
+    held = np.zeros(code.size + 1, dtype=np.bool_)
+    held[within[graph]] = True
+    part = np.where(loose, np.where(held[within], BREAK, GRAPH), part)
+    graph |= tree.topmost(is_op & loose & ~held[within] & ~inside)
+    part[inside] = COMPILE
+    return Marks(region, graph, compiling, looking_up, within, part, any(bool(mask.any()) for mask in named.values()))
+
+
+def compilations(trace: Trace, marks: Marks) -> pl.DataFrame:
+    """Tell every compilation, in time order.
+
+    Columns: event; region (`frame/number`, null where the trace does not number compilations: torch before 2.6),
+    number, recompile (a number above 0), direction (backward graphs are compiled when they are first run), step, lane,
+    start_ns, duration_ns, and its stages, which add up to it: dynamo_ns (reading the bytecode, and all that is not told
+    apart), guards_ns, autograd_ns (the back end before Inductor: tracing forward and backward), inductor_ns (lowering
+    and scheduling), code_ns (writing, compiling and loading code).
+    """
+    tree, words = forest(trace), vocabulary(trace)
+    rows = np.flatnonzero(marks.compiling)
+    rows = rows[np.argsort(tree.row[rows], kind="stable")]
+    name_of = words.code[tree.row]
+    # phases lie in each other; one that is not recorded belongs to the one around it, what lies in several to the last
+    stage = np.zeros(tree.row.size, dtype=np.int64)
+    for number, pattern in enumerate(_PHASES.values(), start=1):
+        stage[tree.nearest_or_self(gather_rows(words.matching(pattern), name_of)) >= 0] = number
+    own_ns = tree.self_ns(np.ones(tree.row.size, dtype=np.bool_), tree.parent)
+    stages = [tree.subtree_sums(np.where(stage == number, own_ns, 0))[rows] for number in range(len(_PHASES) + 1)]
+    # region and number by the first note inside the compilation that names its id
+    notes = np.flatnonzero(gather_rows(words.names.str.contains(_ID).to_numpy(), name_of))
+    first = np.searchsorted(notes, rows)
+    has = (first < notes.size) & (np.append(notes, tree.row.size)[first] < tree.stop[rows])
+    note = np.append(notes, 0)[np.where(has, first, notes.size)]
+    note_names = words.names.gather(name_of[note]) if rows.size else pl.Series([], dtype=pl.String)
+    frame = pl.DataFrame(
+        {
+            "event": tree.row[rows],
+            "note": note_names,
+            "has_note": has,
+            "backward": gather_rows(words.matching(_BACKWARD), name_of)[rows],
+            "step": to_nullable_series(column(trace, "step", int(NO_STEP))[tree.row[rows]], absent=int(NO_STEP)),
+            "lane": tree.lane[rows],
+            "start_ns": tree.start_ns[rows],
+            "duration_ns": tree.span_ns()[rows],
+            **dict(zip(STAGES, stages, strict=True)),
+        }
+    ).with_columns(
+        frame=pl.when("has_note").then(pl.col("note").str.extract(_ID, 1)),
+        number=pl.when("has_note").then(pl.col("note").str.extract(_ID, 2).cast(pl.Int64)),
+        direction=pl.when("backward").then(pl.lit("backward")).otherwise(pl.lit("forward")),
+    )
+    frame = frame.with_columns(region=pl.format("{}/{}", "frame", "number"), recompile=pl.col("number") > 0)
+    return frame.pipe(cast_to_schema, COMPILATIONS)
+
 
 TIME = schema("lane step part ns", {"part": pl.Enum(PARTS)})
 DEVICE = schema("part device_ns kernel_count", {"part": pl.Enum(PARTS)})
@@ -121,7 +245,7 @@ def compiled(trace: Trace) -> Compiled:
     event_marks = marks(trace)
     if not event_marks.any:
         return _nothing()
-    tree, segments, work = forest(trace), host_segments(trace), launched_work(trace)
+    tree, segments, work = forest(trace), host_segments(trace), attribute_to_launches(trace)
     lanes = np.unique(tree.lane[event_marks.part != OUTSIDE])
     main = main_lane(trace)
     lanes = lanes if main is None else np.union1d(lanes, [main])
@@ -132,15 +256,15 @@ def compiled(trace: Trace) -> Compiled:
     time = pl.DataFrame(
         {
             "lane": segments.lane[rows],
-            "step": nullable(step, absent=int(NO_STEP)),
+            "step": to_nullable_series(step, absent=int(NO_STEP)),
             "part": pl.Series(PARTS).gather(part),
             "ns": pieces.end_ns - pieces.start_ns,
         }
-    ).pipe(as_declared, TIME)
+    ).pipe(cast_to_schema, TIME)
     part = np.append(event_marks.part, OUTSIDE)[work.origin]
     device = pl.DataFrame(
         {"part": pl.Series(PARTS).gather(part), "device_ns": work.duration_ns, "kernel_count": work.kernel}
-    ).pipe(as_declared, DEVICE)
+    ).pipe(cast_to_schema, DEVICE)
     # of each host event alone, without what lies below it
     own_ns = tree.self_ns(np.ones(tree.row.size, dtype=np.bool_), tree.parent)
     own_device_ns, _, _ = work.by_owner(np.arange(tree.row.size))
@@ -214,7 +338,7 @@ def _regions(trace: Trace, event_marks: Marks, own_ns: Ints, own_device_ns: Ints
         {
             "name": _names(trace, rows),
             "function": _functions(trace, rows),
-            "step": nullable(column(trace, "step", int(NO_STEP))[tree.row[rows]], absent=int(NO_STEP)),
+            "step": to_nullable_series(column(trace, "step", int(NO_STEP))[tree.row[rows]], absent=int(NO_STEP)),
             "graph_ns": graph_ns,
             "break_ns": break_ns,
             "host_ns": host_ns,
@@ -240,7 +364,7 @@ def _regions(trace: Trace, event_marks: Marks, own_ns: Ints, own_device_ns: Ints
         )
         .join(spread, on="region", how="left")
         .sort("frame", "number")
-        .pipe(as_declared, REGIONS)
+        .pipe(cast_to_schema, REGIONS)
     )
 
 
@@ -258,7 +382,7 @@ def _graphs(trace: Trace, event_marks: Marks, own_ns: Ints, own_device_ns: Ints)
     summed = frame.group_by("name", "region", maintain_order=True).agg(
         pl.len().alias("count"), pl.col("host_ns", "device_ns").sum()
     )
-    return summed.pipe(as_declared, GRAPHS).sort("host_ns", "name", descending=[True, False])
+    return summed.pipe(cast_to_schema, GRAPHS).sort("host_ns", "name", descending=[True, False])
 
 
 def _breaks(trace: Trace, event_marks: Marks, own_device_ns: Ints) -> pl.DataFrame:
@@ -303,7 +427,7 @@ def _breaks(trace: Trace, event_marks: Marks, own_device_ns: Ints) -> pl.DataFra
             pl.col("between_ns", "lookup_ns", "uncompiled_device_ns").sum(),
         )
         .sort("between_ns", descending=True, maintain_order=True)
-        .pipe(as_declared, BREAKS)
+        .pipe(cast_to_schema, BREAKS)
     )
 
 
@@ -311,7 +435,7 @@ def _uncompiled(trace: Trace, event_marks: Marks, own_ns: Ints, own_device_ns: I
     """Outermost operators outside compiled graphs; the time of compiled work inside them is left out."""
     tree = forest(trace)
     loose = (event_marks.part == BREAK) | (event_marks.part == OUTSIDE)
-    rows = np.flatnonzero(tree.topmost(meaning(trace).op & loose))
+    rows = np.flatnonzero(tree.topmost(classify_events(trace).op & loose))
     frame = pl.DataFrame(
         {
             "part": pl.Series(PARTS).gather(event_marks.part[rows]),
@@ -325,5 +449,5 @@ def _uncompiled(trace: Trace, event_marks: Marks, own_ns: Ints, own_device_ns: I
         .agg(pl.len().alias("count"), pl.col("host_ns", "device_ns").sum())
         .filter(pl.col("host_ns") > 0)
         .sort(["host_ns", "name"], descending=[True, False])
-        .pipe(as_declared, UNCOMPILED)
+        .pipe(cast_to_schema, UNCOMPILED)
     )

@@ -8,15 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.classify import stepped_work
 from traceloom.analyze.intervals import union
-from traceloom.analyze.per_step import per_step, whole_steps
-from traceloom.analyze.remembered import of_each
-from traceloom.analyze.stacked import TRACE, of_events, stacked, unstacked
-from traceloom.model import Trace
-from traceloom.model.copies import copy_kind
-from traceloom.model.frames import schema
-from traceloom.model.result import Result
+from traceloom.analyze.kernel_rules import stepped_work
+from traceloom.analyze.steps import per_step, whole_steps
+from traceloom.trace.batch import TRACE, of_each, of_events, stacked, unstacked
+from traceloom.trace.frames import Result, schema
+from traceloom.trace.trace import Trace
+from traceloom.trace.vocabulary import copy_kind
 
 KEYS = ("device", "kind", "source_memory", "target_memory", "by_kernel")
 KIND_SCHEMA = schema(

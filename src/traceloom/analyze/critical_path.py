@@ -1,4 +1,4 @@
-"""What decides how long a step takes? The chain of work and waits that leads through it, and the slack of the rest.
+"""The critical path of a step and its tables.
 
 Exact definitions: docs/concepts/critical-path.md.
 """
@@ -10,17 +10,186 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.path import tables
-from traceloom.analyze.path.pieces import CLASSES, DATA, HOST, RESIDUAL, UNRECORDED, pieces, split, waits_for_data
-from traceloom.analyze.path.window import PathWindow, clocks, usual_step, usual_step_of, window_of
+from traceloom.analyze.critical_path_pieces import (
+    CLASSES,
+    COMMUNICATION,
+    COMPUTE,
+    COPIES,
+    DATA,
+    HOST,
+    LAUNCH,
+    RESIDUAL,
+    SYNCHRONISATION,
+    UNRECORDED,
+    ClassType,
+    PathPieces,
+    PathWindow,
+    clocks,
+    pieces,
+    split,
+    usual_step,
+    usual_step_of,
+    waits_for_data,
+    window_of,
+)
 from traceloom.errors import UsageError
-from traceloom.link import link_session
-from traceloom.model import Session, Trace, units
-from traceloom.model.graph import Graph
-from traceloom.model.graph_arrays import point_times
-from traceloom.model.result import Result
-from traceloom.retime.law import HONEST, Law, law
-from traceloom.retime.slack import slack_ns
+from traceloom.graph import graph as gs
+from traceloom.graph import link_session
+from traceloom.graph.critical_path import slack_ns
+from traceloom.graph.graph import Graph, point_times
+from traceloom.graph.law import HONEST, Law, law
+from traceloom.system import units
+from traceloom.trace.array_types import Ints
+from traceloom.trace.frames import Result, cast_to_schema, schema
+from traceloom.trace.session import Session
+from traceloom.trace.trace import Trace
+
+PATH = schema(
+    "start_ns duration_ns class node kind name rank lane thread event edge along_edge evidence",
+    {"class": ClassType, "kind": gs.NodeKind, "edge": gs.EdgeKind, "evidence": gs.Evidence},
+)
+CLASS_ROWS = schema("class duration_ns fraction piece_count", {"class": ClassType})
+RANKS = schema("rank class duration_ns fraction", {"class": ClassType})
+NAMES = schema(
+    "class name count duration_ns path_ns path_fraction least_slack_ns near_count near_ns", {"class": ClassType}
+)
+STRETCHES = schema(
+    "start_ns duration_ns rank where kind process thread device stream class",
+    "class_ns name name_ns piece_count first_event last_event edge evidence",
+    {"where": pl.String, "class": ClassType, "edge": gs.EdgeKind, "evidence": gs.Evidence},
+)
+_WORK = {
+    gs.KERNEL: COMPUTE,
+    gs.COLLECTIVE: COMMUNICATION,
+    gs.SEND: COMMUNICATION,
+    gs.RECEIVE: COMMUNICATION,
+    gs.COPY: COPIES,
+    gs.FILL: COPIES,
+    gs.HOST: HOST,
+    gs.THINK: HOST,
+    gs.LAUNCH: LAUNCH,
+    gs.BLOCK: SYNCHRONISATION,
+}
+
+_WORK_OF = np.array([list(CLASSES).index(_WORK[kind]) if kind in _WORK else -1 for kind in gs.NODE_KINDS])
+
+
+def tables_path(graph: Graph, pieces: PathPieces) -> pl.DataFrame:
+    """The pieces with what they are of."""
+    node, edge = pl.Series(pieces.node).replace(-1, None), pl.Series(pieces.edge).replace(-1, None)
+    columns = ("node", "kind", "name", "rank", "lane", "event")
+    of_node = pl.DataFrame([graph.nodes[column][node.cast(pl.UInt32)] for column in columns])
+    of_edge = pl.DataFrame([graph.edges[column][edge.cast(pl.UInt32)] for column in ("kind", "evidence")])
+    threads = graph.lanes["name"][of_node["lane"]] if graph.lanes.height else pl.Series([None] * node.len())
+    return of_node.with_columns(
+        # What comes before the path begins is waiting for the rank that it begins on.
+        pl.col("rank").fill_null(strategy="backward"),
+        pl.Series("start_ns", pieces.start + graph.epoch_ns),
+        pl.Series("duration_ns", pieces.end - pieces.start),
+        pl.Series(list(CLASSES), dtype=ClassType)[pieces.kind].alias("class"),
+        threads.alias("thread"),
+        of_edge["kind"].alias("edge"),
+        of_edge["evidence"],
+        pl.Series("along_edge", pieces.along),
+    ).pipe(cast_to_schema, PATH)
+
+
+def stretches(graph: Graph, rows: pl.DataFrame) -> pl.DataFrame:
+    """The path lane by lane: neighbouring pieces of one lane as one."""
+    run = (pl.col("lane").is_null() | (pl.col("lane") != pl.col("lane").shift(1)).fill_null(value=True)).cum_sum()
+    placed = rows.lazy().with_columns(run.alias("run"))
+    length = pl.col("duration_ns").sum()
+    whole = placed.group_by("run", maintain_order=True).agg(
+        pl.col("start_ns", "rank", "lane", "edge", "evidence").first(),
+        length,
+        pl.len().alias("piece_count"),
+        pl.col("event").drop_nulls().first().alias("first_event"),
+        pl.col("event").drop_nulls().last().alias("last_event"),
+    )
+    most = [
+        placed.group_by("run", key, maintain_order=True)
+        .agg(length.alias(f"{key}_ns"))
+        .sort("run", f"{key}_ns", descending=[False, True], maintain_order=True)
+        .group_by("run", maintain_order=True)
+        .agg(pl.col(key, f"{key}_ns").first())
+        for key in ("class", "name")
+    ]
+    lanes = graph.lanes.lazy().select(
+        "lane", "kind", "process", "thread", "device", "stream", pl.col("name").alias("where")
+    )
+    for frame in most:
+        whole = whole.join(frame, on="run", how="left", maintain_order="left")
+    collected = whole.join(lanes, on="lane", how="left", maintain_order="left").collect()
+    return collected.with_columns(pl.col("kind").cast(pl.String)).pipe(cast_to_schema, STRETCHES)
+
+
+def tables_classes(rows: pl.DataFrame, length: int) -> pl.DataFrame:
+    """Time by class; every class has a row."""
+    summed = rows.group_by("class").agg(pl.col("duration_ns").sum(), pl.len().alias("piece_count"))
+    every = pl.DataFrame({"class": list(CLASSES)}, schema={"class": ClassType})
+    filled = every.join(summed, on="class", how="left", maintain_order="left").with_columns(
+        pl.col("duration_ns", "piece_count").fill_null(0)
+    )
+    return filled.with_columns((pl.col("duration_ns") / max(length, 1)).alias("fraction")).pipe(
+        cast_to_schema, CLASS_ROWS
+    )
+
+
+def tables_ranks(rows: pl.DataFrame, length: int) -> pl.DataFrame:
+    """Time by rank and class, the ranks with the most of the path first."""
+    summed = rows.group_by("rank", "class").agg(pl.col("duration_ns").sum())
+    whole = pl.col("duration_ns").sum().over("rank")
+    ordered = summed.sort([whole, "rank", "duration_ns", "class"], descending=[True, False, True, False])
+    return ordered.with_columns((pl.col("duration_ns") / max(length, 1)).alias("fraction")).pipe(cast_to_schema, RANKS)
+
+
+def tables_names(graph: Graph, window: PathWindow, rows: pl.DataFrame, slack: Ints, near: int) -> pl.DataFrame:
+    """Work of the window by name, with its part of the path and the slack of what is not on it."""
+    # Of the way along edges only the transfer of a communication is its own time; the rest is between things.
+    own = rows.filter(~pl.col("along_edge") | (pl.col("class") == COMMUNICATION), pl.col("class") != RESIDUAL)
+    loading = pl.col("duration_ns").filter(pl.col("class") == DATA).sum().alias("data_ns")
+    on_path = own.drop_nulls("node").group_by("node").agg(pl.col("duration_ns").sum().alias("path_ns"), loading)
+    start, duration = (graph.nodes[column].to_numpy() for column in ("start_ns", "duration_ns"))
+    kind = _WORK_OF[graph.nodes["kind"].to_physical().to_numpy()]
+    at = np.flatnonzero((kind >= 0) & (start < window.high) & (start + duration >= window.low))
+    shares = np.zeros((2, graph.nodes.height), dtype=np.int64)
+    shares[:, on_path["node"].to_numpy()] = on_path["path_ns"].to_numpy(), on_path["data_ns"].to_numpy()
+    slack = slack[at]
+    work = pl.LazyFrame(
+        {
+            "class": pl.Series(list(CLASSES), dtype=ClassType)[kind[at].astype(np.uint32)],
+            "name": graph.nodes["name"][at],
+            "duration_ns": duration[at],
+            "path_ns": shares[0, at],
+            "data_ns": shares[1, at],
+            "slack_ns": slack,
+            "off": slack > 0,
+            "near": (slack > 0) & (slack <= near),
+        }
+    )
+    summed = work.group_by("class", "name").agg(
+        pl.len().alias("count"),
+        pl.col("duration_ns").sum(),
+        pl.col("path_ns", "data_ns").sum(),
+        pl.col("slack_ns").filter("off").min().alias("least_slack_ns"),
+        pl.col("near").sum().alias("near_count"),
+        pl.col("duration_ns").filter("near").sum().alias("near_ns"),
+    )
+    length = max(window.high - window.low, 1)
+    return (
+        summed.with_columns(
+            (pl.col("path_ns") / length).alias("path_fraction"),
+            # What the loop waits for its data in is mostly one name: it is told as that.
+            pl.when(2 * pl.col("data_ns") > pl.col("path_ns"))
+            .then(pl.lit(DATA, ClassType))
+            .otherwise("class")
+            .alias("class"),
+        )
+        .sort("path_ns", "near_ns", "duration_ns", "name", "class", descending=[True, True, True, False, False])
+        .collect()
+        .pipe(cast_to_schema, NAMES)
+    )
+
 
 _WORTH_SAYING = 0.005
 
@@ -94,7 +263,7 @@ def critical_path(of: Session | Trace | Graph, step: int | None = None) -> Criti
 
     Raises:
         UsageError: `no-such-step`; `nothing-to-link`: there is nothing in the graph.
-        InputError: As `traceloom.link.link_session`.
+        InputError: As `traceloom.graph.link_session`.
 
     Example:
         >>> import traceloom
@@ -130,9 +299,9 @@ def critical_path(of: Session | Trace | Graph, step: int | None = None) -> Criti
     length = window.high - window.low
     near = length // 100
     slack = slack_ns(graph, int(point_times(graph)[window.last]))
-    path = tables.path(graph, path_pieces)
-    classes = tables.classes(path, length)
-    names = tables.names(graph, window, path, slack, near)
+    path = tables_path(graph, path_pieces)
+    classes = tables_classes(path, length)
+    names = tables_names(graph, window, path, slack, near)
     nodes = graph.nodes.select("node", "rank", "event", pl.Series("slack_ns", slack))
     graph_law = law(graph)
     return CriticalPath(
@@ -141,9 +310,9 @@ def critical_path(of: Session | Trace | Graph, step: int | None = None) -> Criti
         start_ns=graph.epoch_ns + window.low,
         window_ns=length,
         path=path,
-        stretches=tables.stretches(graph, path),
+        stretches=stretches(graph, path),
         classes=classes,
-        ranks=tables.ranks(path, length),
+        ranks=tables_ranks(path, length),
         names=names,
         node_slack=nodes,
         near_slack_ns=near,

@@ -8,18 +8,17 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze.ancestry import forest, host_pieces
-from traceloom.analyze.classify import gpu_work
+from traceloom.analyze.host_events import BLOCKING_CALL, OP, activity
 from traceloom.analyze.intervals import EMPTY, complement, coverage, union
-from traceloom.analyze.phases import BLOCKING_CALL, OP, activity
-from traceloom.analyze.remembered import per_trace
-from traceloom.analyze.splitting import NO_STEP, split_at_steps
-from traceloom.analyze.vocabulary import vocabulary
-from traceloom.array_types import Bools, Ints
-from traceloom.model import Trace
-from traceloom.model import category as cat
-from traceloom.model.arrays import lookup, nullable
-from traceloom.model.frames import as_declared, schema
-from traceloom.model.result import Result
+from traceloom.analyze.kernel_rules import gpu_work
+from traceloom.analyze.names import vocabulary
+from traceloom.analyze.steps import NO_STEP, split_at_steps
+from traceloom.trace import vocabulary as cat
+from traceloom.trace.array_types import Bools, Ints
+from traceloom.trace.arrays import gather_rows, to_nullable_series
+from traceloom.trace.batch import per_trace
+from traceloom.trace.frames import Result, cast_to_schema, schema
+from traceloom.trace.trace import Trace
 
 PARTS = ("fetch", "collate", "pin_memory", "workers", "operators", "other")
 MAKERS = ("main_thread", "workers")
@@ -82,7 +81,7 @@ def data_loading(trace: Trace) -> DataLoading:
     waiting = union(tree.start_ns[rows], tree.end_ns[rows])
     # who makes the batch of each call: by its name or by the names inside it
     by_workers, in_the_loop = (
-        pl.Series(tree.subtree_sums(lookup(matches, words.code[tree.row]).astype(np.int64))[rows] > 0)
+        pl.Series(tree.subtree_sums(gather_rows(matches, words.code[tree.row]).astype(np.int64))[rows] > 0)
         for matches in words.matching_each((_BY_WORKERS, _IN_THE_LOOP))
     )
     waits = (
@@ -92,7 +91,7 @@ def data_loading(trace: Trace) -> DataLoading:
             maker=pl.when(by_workers).then(pl.lit("workers")).when(in_the_loop).then(pl.lit("main_thread")),
             gpu_idle_ns=None if idle is None else pl.Series(coverage(idle, tree.start_ns[rows], tree.end_ns[rows])),
         )
-        .pipe(as_declared, WAITS)
+        .pipe(cast_to_schema, WAITS)
     )
     unknown = evidence == "none"
     pieces, step = split_at_steps(trace, waiting.start, waiting.end)
@@ -112,7 +111,7 @@ def data_loading(trace: Trace) -> DataLoading:
         share.alias("fraction"),
         idling.alias("gpu_idle_ns"),
         starving.alias("bottleneck"),
-    ).pipe(as_declared, STEPS)
+    ).pipe(cast_to_schema, STEPS)
     return DataLoading(waits, steps, _spent(trace, called), None if unknown else waiting.total, evidence)
 
 
@@ -124,7 +123,7 @@ def _spent(trace: Trace, called: Bools) -> pl.DataFrame:
     by_code = np.full(tree.row.size, -1, like=tree.row)
     names, patterns = zip(*_PLACES, strict=True)
     for name, matches in zip(names, words.matching_each(patterns), strict=True):
-        by_code[lookup(matches, words.code[tree.row])] = PARTS.index(name)
+        by_code[gather_rows(matches, words.code[tree.row])] = PARTS.index(name)
     by_code = np.append(by_code, -1)[tree.nearest_or_self(by_code >= 0)]
     activities = activity(trace)
     by_activity = np.full(tree.row.size, PARTS.index("other"))
@@ -134,7 +133,7 @@ def _spent(trace: Trace, called: Bools) -> pl.DataFrame:
     rows = np.flatnonzero((tree.nearest_or_self(called) >= 0)[pieces.owner])
     frame = pl.DataFrame(
         {
-            "step": nullable(pieces.step[rows], pl.Int32, int(NO_STEP)),
+            "step": to_nullable_series(pieces.step[rows], pl.Int32, int(NO_STEP)),
             "part": pl.Series(PARTS)[part[pieces.owner[rows]]],
             "ns": pieces.ns[rows],
         },

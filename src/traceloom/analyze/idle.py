@@ -1,4 +1,4 @@
-"""Why was each GPU idle? Every idle nanosecond gets one cause.
+"""Idle time by cause; what the host did meanwhile; the longest gaps.
 
 A gap is time in a device's window in which no stream runs anything. The work that ends a gap tells why there was one:
 its launch came late (then the host's doings until the launch are the causes), the launch itself took its time, or the
@@ -7,33 +7,210 @@ work was queued and waited, for some other work where it was told to. Exact defi
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.classify import gpu_work
-from traceloom.analyze.gaps import Gaps, copies, gaps, gpu_rows
-from traceloom.analyze.host_wait import Stretches, split_by_activity
-from traceloom.analyze.idle_causes import (
-    CAUSES,
-    DEPENDENCY,
-    GRAPH_INTERNAL,
-    KERNEL_TO_KERNEL,
-    LAUNCH_LATENCY,
-    NOT_RECORDED,
-    UNEXPLAINED,
+from traceloom.analyze.ancestry import forest, host_segments
+from traceloom.analyze.gpu_work import (
+    CALL,
+    RECORD,
+    Gaps,
+    call_times,
+    copies,
+    gaps,
+    gpu_rows,
+    locate_waits,
+    stream_waits,
 )
-from traceloom.analyze.intervals import overlaps
-from traceloom.analyze.remembered import per_trace
+from traceloom.analyze.host_events import BLOCKING_CALL, LAUNCH, LOADING, OP, PYTHON, activity, classify_events
+from traceloom.analyze.host_time import main_lane
+from traceloom.analyze.intervals import Spans, overlaps
+from traceloom.analyze.kernel_rules import gpu_work
+from traceloom.analyze.names import vocabulary
 from traceloom.analyze.steps import tiles
-from traceloom.analyze.waits import CALL, RECORD, asked, call_times, stream_waits
-from traceloom.array_types import Bools, Ints
-from traceloom.model import Trace
-from traceloom.model.arrays import column, lookup, on_disk
-from traceloom.model.category import LAUNCHES
-from traceloom.model.frames import as_declared, schema
-from traceloom.model.result import Result
+from traceloom.trace.array_types import Bools, Ints
+from traceloom.trace.arrays import column, gather_rows, on_disk
+from traceloom.trace.batch import TRACE, of_events, per_trace, stacked, unstacked
+from traceloom.trace.frames import Result, cast_to_schema, schema
+from traceloom.trace.trace import Trace
+from traceloom.trace.vocabulary import LAUNCHES
+
+HOST_CAUSES = {
+    "host_data_loading": "the host waited for or made the next batch",
+    "host_garbage_collection": "Python collected garbage",
+    "host_lock": "the host waited for a lock",
+    "host_blocking_call": "the host stood in a call that waits",
+    "host_launch": "the host was in runtime calls",
+    "host_op": "the host worked inside framework operators",
+    "host_python": "the host ran Python",
+    "host_unobserved": "nothing is recorded of what the host did",
+}
+"""What the host was doing when a launch came late."""
+
+LAUNCH_LATENCY = "launch_latency"
+DEPENDENCY = "dependency"
+KERNEL_TO_KERNEL = "kernel_to_kernel"
+GRAPH_INTERNAL = "graph_internal"
+UNEXPLAINED = "unexplained"
+NOT_RECORDED = "launch_not_recorded"
+CAUSES = {
+    **HOST_CAUSES,
+    LAUNCH_LATENCY: "the launch call ran, and the GPU took up the work",
+    DEPENDENCY: "launched in time, but ordered after another stream",
+    KERNEL_TO_KERNEL: "launched in time; the GPU's own pause between two pieces of work",
+    GRAPH_INTERNAL: "between two pieces of work of one graph launch",
+    UNEXPLAINED: "launched in time, not ordered after another stream, and late all the same",
+    NOT_RECORDED: "the launch happened before the recording began, or was lost",
+}
+"""Every cause with its meaning in a few words."""
+
+_CAUSES = list(HOST_CAUSES)
+_OF_ACTIVITY = {
+    BLOCKING_CALL: _CAUSES.index("host_blocking_call"),
+    LAUNCH: _CAUSES.index("host_launch"),
+    OP: _CAUSES.index("host_op"),
+    PYTHON: _CAUSES.index("host_python"),
+}
+_UNOBSERVED = len(_CAUSES) - 1
+# What the collector is called in recordings: Python's own event, annotations of it, and calls of `gc.collect`.
+COLLECTIONS = (
+    r"^(Python )?GC\b|^gc($|[.: (])|^garbage[ _]collect"
+    r"|^<built-in (function|method) collect( of module '?gc'?.*)?>$|(^|/)gc\.py\(\d+\): "
+)
+# Waiting for a lock, a condition or a semaphore; `run_backward` and synchronisations are no locks.
+LOCKS = (
+    r"^<built-in method (acquire|__enter__|_acquire_restore) of _?(thread|multiprocessing|threading)\."
+    r"|(^|/)threading\.py\(\d+\): (acquire|wait|wait_for|_wait_for_tstate_lock|_acquire_restore|join)$"
+    r"|(^|/)(multiprocessing/(synchronize|queues)|queue)\.py\(\d+\): (acquire|__enter__|wait|get)$"
+    r"|\bLock\.acquire\b|(?i:\bfutex|pthread_(mutex|rwlock|cond)_[a-z_]*(lock|wait)|\bsem_(timed)?wait\b)"
+)
+
+
+class GapIntervals(NamedTuple):
+    """Contiguous parts of gaps, each in one step, by gap and start; arrays of one length.
+
+    Attributes:
+        gap: Row of the gap.
+        step_row: Row of the step in `trace.steps`; -1 outside.
+        start: Starts.
+        end: Ends, > starts.
+    """
+
+    gap: Ints
+    step_row: Ints
+    start: Ints
+    end: Ints
+
+
+class _WaitParts(NamedTuple):
+    """Stretches of stretches with one innermost host event each; arrays of one length.
+
+    Attributes:
+        part: Row of the stretches.
+        owner: Position of the event in the forest; -1 where none is open.
+        start: Starts.
+        end: Ends.
+        other: True where the event is the main thread's, not the launching thread's.
+    """
+
+    part: Ints
+    owner: Ints
+    start: Ints
+    end: Ints
+    other: Bools
+
+
+def split_by_activity(trace: Trace, waiting: GapIntervals, lane: Ints, device: Ints) -> pl.DataFrame:
+    """Split time in which the GPU waited for a launch by what the launching thread did.
+
+    Where the launching thread has nothing open (an autograd thread before its first work, say), what the main thread
+    did is taken instead, and is not sure.
+
+    Args:
+        trace: One process's trace.
+        waiting: The time until the launches.
+        lane: Lane of the launching thread of each stretch.
+        device: Device of each stretch; those of one device are disjoint.
+
+    Returns:
+        Columns gap, step_row, start_ns, duration_ns, cause (number in HOST_CAUSES), sure, activity (row of the
+        longest innermost event, -1 where none is open); durations add up to those of `waiting`.
+    """
+    tree = forest(trace)
+    pieces = _observed(trace, waiting, lane, device)
+    cause = np.full(pieces.owner.size, _UNOBSERVED)
+    observed = pieces.owner >= 0
+    # the cause that each host event stands for, by itself and what it stands in
+    words, activities = vocabulary(trace), activity(trace)
+    cause_of = np.full(tree.row.size, _UNOBSERVED, like=tree.row)
+    for code, number in _OF_ACTIVITY.items():
+        cause_of[activities == code] = number
+    for pattern, name in ((LOCKS, "host_lock"), (COLLECTIONS, "host_garbage_collection")):
+        matching = words.matching(pattern)
+        if matching.any():
+            cause_of[tree.outermost_or_self(gather_rows(matching, words.code[tree.row])) >= 0] = _CAUSES.index(name)
+    cause_of[tree.outermost_or_self(classify_events(trace).phase == LOADING) >= 0] = _CAUSES.index("host_data_loading")
+    cause[observed] = cause_of[pieces.owner[observed]]
+    rows = tree.row[pieces.owner] if tree.row.size else pieces.owner
+    event_row = np.where(observed, rows, -1)
+    length = pieces.end - pieces.start
+    kind = pieces.part * len(_CAUSES) + cause
+    order = np.lexsort((-length, kind))  # the longest of each part and cause first
+    ordered = kind[order]
+    first = np.flatnonzero(np.diff(ordered, prepend=-1))
+    part = pieces.part[order[first]]
+    sure = ~pieces.other & (cause != _UNOBSERVED)
+    return pl.DataFrame(
+        {
+            "gap": waiting.gap[part],
+            "step_row": waiting.step_row[part],
+            "start_ns": np.minimum.reduceat(pieces.start[order], first),
+            "duration_ns": np.add.reduceat(length[order], first),
+            "cause": cause[order[first]],
+            "sure": np.logical_and.reduceat(sure[order], first),
+            "activity": event_row[order[first]],
+        }
+    )
+
+
+def _observed(trace: Trace, waiting: GapIntervals, lane: Ints, device: Ints) -> _WaitParts:
+    """Cut the stretches at every change of the innermost event of the launching thread.
+
+    Where that has nothing open, the main thread's events are taken. That the main thread waits for autograd's threads
+    does not count: those are the launching threads.
+    """
+    nothing = np.zeros(0, dtype=np.int64)
+    parts = [_WaitParts(nothing, nothing, nothing, nothing, np.zeros(0, dtype=np.bool_))]
+    tree, segments, main = forest(trace), host_segments(trace), main_lane(trace)
+
+    def on_lane(of: int, part: Ints, spans: Spans) -> _WaitParts:
+        rows = np.flatnonzero(segments.lane == of)
+        shared = overlaps(segments.start_ns[rows], segments.end_ns[rows], spans)
+        owner = segments.owner[rows[shared.left]]
+        return _WaitParts(part[shared.right], owner, shared.start, shared.end, np.zeros(owner.size, dtype=np.bool_))
+
+    pair = device * (int(lane.max(initial=0)) + 1) + lane
+    for group in np.unique(pair):
+        part = np.flatnonzero(pair == group)
+        launch_lane = int(lane[part[0]])
+        own = on_lane(launch_lane, part, Spans(waiting.start[part], waiting.end[part]))
+        if main is None or launch_lane == main:
+            parts.append(own)
+            continue
+        blank = np.flatnonzero(own.owner < 0)
+        blank = blank[np.argsort(own.start[blank], kind="stable")]
+        helped = on_lane(main, own.part[blank], Spans(own.start[blank], own.end[blank]))
+        names = trace.events["name"][tree.row[np.maximum(helped.owner, 0)]]
+        counts = (helped.owner >= 0) & ~names.str.starts_with("<built-in method run_backward").to_numpy()
+        kept = own.owner >= 0
+        parts.append(_WaitParts(own.part[kept], own.owner[kept], own.start[kept], own.end[kept], own.other[kept]))
+        parts.append(helped._replace(owner=np.where(counts, helped.owner, -1), other=counts))
+    return _WaitParts(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+
 
 CauseType = pl.Enum(list(CAUSES))
 EVIDENCE = ("measured", "correlated", "inferred", "assumed")
@@ -97,7 +274,7 @@ def idle(trace: Trace) -> Idle:
 
     # What the host did until its launch call.
     shared = overlaps(all_gaps.low, called, steps.spans)
-    cut = Stretches(shared.left, lookup(steps.row, shared.right), shared.start, shared.end)
+    cut = GapIntervals(shared.left, gather_rows(steps.row, shared.right), shared.start, shared.end)
     lane = column(trace, "lane")[all_gaps.launch[cut.gap]].astype(np.int64)
     sure = pl.when("sure").then(EVIDENCE.index("correlated")).otherwise(EVIDENCE.index("inferred")).cast(pl.Int64)
     none = pl.lit(_NONE, dtype=pl.Int64)
@@ -112,8 +289,8 @@ def idle(trace: Trace) -> Idle:
     nothing = np.full(all_gaps.low.size, _NONE, like=all_gaps.low)
     latency = np.full(all_gaps.low.size, _CODES[LAUNCH_LATENCY], like=all_gaps.low)
     correlated = np.full(all_gaps.low.size, EVIDENCE.index("correlated"), like=all_gaps.low)
-    queued_cause, queued_evidence, waited = _queued(trace, all_gaps)
-    awaited, wait = _producers(trace, all_gaps, waited)
+    queued_cause, queued_evidence, waited = _classify_queued(trace, all_gaps)
+    awaited, wait = _find_producers(trace, all_gaps, waited)
     for start, end, cause, evidence, producer, wait_row in (
         (called, taken, latency, correlated, nothing, nothing),
         (taken, all_gaps.high, queued_cause, queued_evidence, awaited, wait),
@@ -124,7 +301,7 @@ def idle(trace: Trace) -> Idle:
             pl.DataFrame(
                 {
                     "gap": gap,
-                    "step_row": lookup(steps.row, shared.right),
+                    "step_row": gather_rows(steps.row, shared.right),
                     "start_ns": shared.start,
                     "duration_ns": shared.end - shared.start,
                     "cause": cause[gap],
@@ -147,7 +324,7 @@ def idle(trace: Trace) -> Idle:
     return Idle(rows, causes, totals)
 
 
-def _queued(trace: Trace, all_gaps: Gaps) -> tuple[Ints, Ints, Bools]:
+def _classify_queued(trace: Trace, all_gaps: Gaps) -> tuple[Ints, Ints, Bools]:
     """Per gap: cause and evidence (as numbers) of the time after the work was submitted, and whether it is a wait."""
     waited, recorded = stream_waits(trace)
     has_wait = waited[all_gaps.after]
@@ -169,13 +346,13 @@ def _queued(trace: Trace, all_gaps: Gaps) -> tuple[Ints, Ints, Bools]:
     chosen = np.select([choice[0] for choice in choices], range(len(choices)))
     causes, evidence = [choice[1] for choice in choices], [choice[2] for choice in choices]
     return (
-        lookup(np.array([_CODES[cause] for cause in causes]), chosen),
+        gather_rows(np.array([_CODES[cause] for cause in causes]), chosen),
         np.array([_NONE if name is None else EVIDENCE.index(name) for name in evidence])[chosen],
         chosen == causes.index(DEPENDENCY),
     )
 
 
-def _producers(trace: Trace, gaps: Gaps, waited: Bools) -> tuple[Ints, Ints]:
+def _find_producers(trace: Trace, gaps: Gaps, waited: Bools) -> tuple[Ints, Ints]:
     """What the work after those gaps that are waits had waited for; rows of `events`, -1 for none; shape (gaps,).
 
     A recorded wait names the stream and the record of the event: the last work that was launched on that stream before
@@ -231,11 +408,11 @@ def _rows(trace: Trace, all_gaps: Gaps, frames: list[pl.DataFrame]) -> pl.DataFr
     parts = pl.concat(frames).sort("gap", "start_ns", "cause")
     frames.clear()
     gap = parts["gap"].to_numpy()
-    activity = _or_null(parts["activity"].to_numpy())
+    activity = _null_if_negative(parts["activity"].to_numpy())
     return pl.DataFrame(
         {
             "gap": gap,
-            "device": _or_null(all_gaps.device[gap]),
+            "device": _null_if_negative(all_gaps.device[gap]),
             "start_ns": parts["start_ns"],
             "duration_ns": parts["duration_ns"],
             "cause": pl.Series(list(CAUSES), dtype=CauseType)[parts["cause"]],
@@ -244,17 +421,17 @@ def _rows(trace: Trace, all_gaps: Gaps, frames: list[pl.DataFrame]) -> pl.DataFr
             ),
             "before": all_gaps.before[gap],
             "after": all_gaps.after[gap],
-            "launch": _or_null(all_gaps.launch[gap]),
-            "step": trace.steps["step"][_or_null(parts["step_row"].to_numpy()).cast(pl.UInt32)],
+            "launch": _null_if_negative(all_gaps.launch[gap]),
+            "step": trace.steps["step"][_null_if_negative(parts["step_row"].to_numpy()).cast(pl.UInt32)],
             "host_activity": trace.events["name"][activity.cast(pl.UInt32)],
             "host_event": activity,
-            "producer": _or_null(parts["producer"].to_numpy()),
-            "wait": _or_null(parts["wait"].to_numpy()),
+            "producer": _null_if_negative(parts["producer"].to_numpy()),
+            "wait": _null_if_negative(parts["wait"].to_numpy()),
         }
-    ).pipe(as_declared, GAP_SCHEMA)
+    ).pipe(cast_to_schema, GAP_SCHEMA)
 
 
-def _or_null(rows: Ints) -> pl.Series:
+def _null_if_negative(rows: Ints) -> pl.Series:
     return pl.Series(rows).set(pl.Series(rows < 0), None)
 
 
@@ -265,7 +442,7 @@ def _recorded_waits(trace: Trace) -> pl.DataFrame:
         return pl.DataFrame(schema=dict.fromkeys(("after", "wait", "producer", "producer_end"), pl.Int64))
     recorded = call_times(trace).select(record_correlation="correlation", recorded_ns="call_ns")
     requests = (
-        asked(trace, waits[["event", "stream", "awaited_stream", "record_correlation"]])
+        locate_waits(trace, waits[["event", "stream", "awaited_stream", "record_correlation"]])
         .join(recorded, on="record_correlation", how="left")
         .with_columns(pl.coalesce("recorded_ns", "wait_ns").alias("recorded_ns"))
     )
@@ -299,3 +476,80 @@ def _recorded_waits(trace: Trace) -> pl.DataFrame:
         .select("after", pl.col("event").alias("wait"), "producer", "producer_end")
         .cast(pl.Int64)
     )
+
+
+SCHEMA = schema(
+    "gap device step start_ns duration_ns cause cause_ns evidence before before_name after after_name",
+    "launch launch_name host_event host_activity stack producer producer_name wait wait_name",
+    {"cause": CauseType, "evidence": EvidenceType, "stack": pl.List(pl.String())},
+)
+_MOST_FRAMES = 64
+_NAMED = ("before", "after", "launch", "producer", "wait")
+
+
+def longest_gaps(trace: Trace, idle_time: Idle, count: int = 20) -> pl.DataFrame:
+    """The longest gaps, longest first, with their main cause and what stands for it.
+
+    Args:
+        trace: The trace.
+        idle_time: What `idle` found in it.
+        count: How many.
+
+    Returns:
+        One row per gap: gap, device, step (of its main part), start_ns, duration_ns (of the whole gap), cause (the one
+        with most of the gap's time), cause_ns (its time in the gap), evidence; then rows of `trace.events` with their
+        names: before and after (the GPU work around it), launch (the call that submitted `after`), host_event (the
+        longest thing the host did in the cause's time) with host_activity (its name) and stack (names of what it stood
+        in, outermost first), producer (the GPU work that a dependency waited for), wait (the record of the wait or the
+        call that asked for it). Null where there is none.
+    """
+    return next(iter(longest_gaps_of([trace], [idle_time], count)))
+
+
+def longest_gaps_of(traces: Sequence[Trace], idle_times: Iterable[Idle], count: int) -> Iterable[pl.DataFrame]:
+    """The same of each of several traces."""
+    parts = stacked(idle_time.gaps for idle_time in idle_times)
+    keys = [TRACE, "gap"]
+    order, falling = [TRACE, "whole_ns", "gap"], [False, True, False]
+    whole = (
+        parts.group_by(keys)
+        .agg(pl.col("duration_ns").sum().alias("whole_ns"), pl.col("start_ns").min().alias("from_ns"))
+        .sort(order, descending=falling)
+        .group_by(TRACE, maintain_order=True)
+        .head(count)
+    )
+    rows = (
+        parts.join(whole, on=keys, how="inner")
+        .with_columns(pl.col("duration_ns").sum().over(*keys, "cause").alias("cause_ns"))
+        .sort("cause_ns", "duration_ns", "start_ns", descending=[True, True, False])
+        .unique(keys, keep="first", maintain_order=True)
+        .sort(order, descending=falling)
+    )
+    described = rows.select(
+        TRACE,
+        "gap",
+        "device",
+        "step",
+        pl.col("from_ns").alias("start_ns"),
+        pl.col("whole_ns").alias("duration_ns"),
+        *("cause", "cause_ns", "evidence", "host_event", "host_activity"),
+        *_NAMED,
+        *(of_events(traces, rows, name, "name").alias(f"{name}_name") for name in _NAMED),
+    )  # fmt: skip
+    for trace, gaps in zip(traces, unstacked(described, traces), strict=True):
+        stacks = [_stack(trace, event) for event in gaps["host_event"].to_list()]
+        stack = pl.Series("stack", stacks, dtype=pl.List(pl.String))
+        yield gaps.hstack([stack]).pipe(cast_to_schema, SCHEMA)
+
+
+def _stack(trace: Trace, event: int | None) -> list[str] | None:
+    """Names of the events around an event, outermost first; the event itself is not among them."""
+    if event is None:
+        return None
+    parent, name = trace.events["parent"], trace.events["name"]
+    rows: list[int] = []
+    above = parent[event]
+    while above is not None and len(rows) < _MOST_FRAMES:
+        rows.append(above)
+        above = parent[above]
+    return [name[row] for row in reversed(rows)]

@@ -12,17 +12,16 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.graph_capture import MAPPED, mapped_nodes, of_rank
-from traceloom.analyze.graph_launches import GRAPH_CALLS, graph_launches
+from traceloom.analyze.gpu_work import as_plain_array, submissions
+from traceloom.analyze.graph_launches import GRAPH_CALLS, MAPPED, graph_launches, mapped_nodes, of_rank
 from traceloom.analyze.intervals import union
-from traceloom.analyze.submissions import plain, submissions
-from traceloom.analyze.vocabulary import vocabulary
+from traceloom.analyze.names import vocabulary
 from traceloom.errors import UsageError
-from traceloom.model import Session, Trace
-from traceloom.model.arrays import lookup
-from traceloom.model.category import ANNOTATION, GPU_ANNOTATION
-from traceloom.model.frames import as_declared, schema
-from traceloom.model.result import Result
+from traceloom.trace.arrays import gather_rows
+from traceloom.trace.frames import Result, cast_to_schema, schema
+from traceloom.trace.session import Session
+from traceloom.trace.trace import Trace
+from traceloom.trace.vocabulary import ANNOTATION, GPU_ANNOTATION
 
 KINDS = ("prefill", "decode", "mixed", "verify", "draft", "idle", "other")
 FACTS = (
@@ -169,7 +168,7 @@ def inference(
         rates = pl.DataFrame(rows, schema=schema, orient="row").with_columns(per_second)
         frames = ((steps, STEPS), (_mix(steps), MIX), (rates, RATES), (nodes, NODES), (operators, OPERATORS))
         rank = pl.lit(trace.rank, dtype=pl.Int32).alias("rank")
-        parts.append([frame.with_columns(rank).pipe(as_declared, columns) for frame, columns in frames])
+        parts.append([frame.with_columns(rank).pipe(cast_to_schema, columns) for frame, columns in frames])
     steps, mix, rates, nodes, operators = (pl.concat(frames) for frames in zip(*parts, strict=True))
     whole = int(nodes["total_ns"].sum())
     done = int(nodes.filter(pl.col("op").is_not_null())["total_ns"].sum())
@@ -188,7 +187,7 @@ def _steps(trace: Trace) -> pl.DataFrame:
     start, end = annotated["start_ns"].to_numpy(), annotated["end_ns"].to_numpy()
     step = np.searchsorted(start, assigned_ns, side="right") - 1
     in_step = np.flatnonzero((step >= 0) & (assigned_ns < np.append(end, 0)[step]))
-    graph_calls, code = vocabulary(trace).matching(GRAPH_CALLS), plain(vocabulary(trace).code)
+    graph_calls, code = vocabulary(trace).matching(GRAPH_CALLS), as_plain_array(vocabulary(trace).code)
     in_graph = made.known[in_step] & graph_calls[code[np.maximum(made.launch[in_step], 0)]]
     work = pl.DataFrame(
         {"step": step[in_step], "start": made.start[in_step], "end": made.end[in_step], "graph": in_graph}
@@ -267,7 +266,7 @@ def _annotations(trace: Trace) -> pl.DataFrame:
         return pl.DataFrame(schema=ANNOTATIONS)
     columns = trace.events[["event", "name", "category", "lane", "start_ns", "duration_ns"]]
     events = (
-        columns[np.flatnonzero(lookup(is_step, words.code))]
+        columns[np.flatnonzero(gather_rows(is_step, words.code))]
         .filter(pl.col("category").is_in([ANNOTATION, GPU_ANNOTATION]))
         .with_columns(end_ns=pl.col("start_ns") + pl.col("duration_ns").clip(lower_bound=0))
         .drop("duration_ns")
@@ -291,7 +290,7 @@ def _annotations(trace: Trace) -> pl.DataFrame:
             outer["framework"] = "sglang"  # its name tells the server; the other form is used by several
         outer |= {name: facts[name] for name in FACTS if outer[name] is None}
     frame = pl.DataFrame(rows, schema_overrides=dict(ANNOTATIONS)) if rows else pl.DataFrame(schema=ANNOTATIONS)
-    return frame.pipe(as_declared, ANNOTATIONS).sort("start_ns", maintain_order=True)
+    return frame.pipe(cast_to_schema, ANNOTATIONS).sort("start_ns", maintain_order=True)
 
 
 def _facts(name: str) -> Facts | None:

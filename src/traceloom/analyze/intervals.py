@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from traceloom.array_types import Ints
-from traceloom.model.arrays import lookup
+from traceloom.trace.array_types import Ints
+from traceloom.trace.arrays import gather_rows
 
 
 class Spans(NamedTuple):
@@ -80,8 +80,8 @@ def overlaps(start: Ints, end: Ints, spans: Spans) -> Overlaps:
     left = np.repeat(np.arange(start.size, like=start), count)
     within = np.arange(left.size, like=left) - np.repeat(np.cumsum(count) - count, count)
     right = first[left] + within
-    low = np.maximum(start[left], lookup(spans.start, right))
-    high = np.minimum(end[left], lookup(spans.end, right))
+    low = np.maximum(start[left], gather_rows(spans.start, right))
+    high = np.minimum(end[left], gather_rows(spans.end, right))
     return Overlaps(left, right, low, high)
 
 

@@ -1,24 +1,27 @@
-"""How well do kernels fill the GPU: SM efficiency, achieved occupancy, use of matrix units?"""
+"""What bounds kernels, how full they make the device; hardware counters."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import polars as pl
 
-from traceloom.analyze.classify import stepped_work
+from traceloom.analyze.gpu_time import SHARES, shares
 from traceloom.analyze.kernel_kinds import kinds
-from traceloom.analyze.kind_rules import KindOfWork
-from traceloom.analyze.matrix_units import STATES, StateType, matrix_units
-from traceloom.analyze.remembered import of_each
-from traceloom.analyze.stacked import TRACE, stacked, unstacked
-from traceloom.analyze.steps import tiles
-from traceloom.array_types import Floats, Ints
-from traceloom.model import Trace
-from traceloom.model.frames import schema
-from traceloom.model.result import Result
+from traceloom.analyze.kernel_rules import STATES, KindOfWork, StateType, matrix_units, stepped_work
+from traceloom.analyze.names import vocabulary
+from traceloom.analyze.roofline import Given, modelled
+from traceloom.analyze.steps import per_step, tiles, whole_steps
+from traceloom.formats.arguments import read_all_arguments, readable
+from traceloom.trace import vocabulary as cat
+from traceloom.trace.array_types import Floats, Ints
+from traceloom.trace.arrays import column
+from traceloom.trace.batch import TRACE, of_each, stacked, unstacked
+from traceloom.trace.frames import Result, cast_to_schema, schema
+from traceloom.trace.trace import Trace
 
 DEVICE_SCHEMA = schema(
     "device window_ns kernel_count kernel_ns measured_ns estimated_ns sm_efficiency sm_fill occupancy",
@@ -190,3 +193,199 @@ def _filled(runs: pl.DataFrame, low: Ints, high: Ints) -> Floats:
         return np.where(index >= 0, area[inside] + beyond, 0.0)
 
     return until(high) - until(low)
+
+
+BOUNDS = ("compute", "memory", "latency", "unknown")
+BoundType = pl.Enum(BOUNDS)
+
+SHORT_NS = 10_000
+"""Work shorter than this can be bound by latency: starting and ending a kernel takes some microseconds by itself."""
+
+FAR = 0.25
+"""... where it would need less than this share of its time at the nearer of the two ceilings."""
+
+VERY_FAR = 0.05
+"""Work of any length that would need less than this is bound by neither: too little runs at once, or in turn."""
+
+BOUND_SCHEMA = schema("device bound count sum_ns exclusive_ns fraction", {"bound": BoundType})
+KIND_SCHEMA = schema("kind bound count sum_ns roofline_ns", {"kind": KindOfWork, "bound": BoundType})
+
+
+@dataclass(frozen=True)
+class KernelBounds(Result):
+    """GPU time by what bounds it. Definitions: docs/concepts/kernel-kinds.md.
+
+    Attributes:
+        bounds: One row per device and bound, also where it is 0: device, bound (compute, memory, latency, unknown),
+            count, sum_ns, exclusive_ns, fraction (of the sum; null without any). Sums add up to all GPU work, exclusive
+            times to the device's busy time.
+        kinds: The same sums per kind, all devices together: kind, bound, count, sum_ns, roofline_ns (time at the nearer
+            ceiling; null where unknown).
+        per_step: Per device and bound the mean, least and most over whole steps of count, sum_ns and exclusive_ns.
+        known_fraction: Share of the summed time whose bound is known; None without GPU work.
+    """
+
+    bounds: pl.DataFrame
+    kinds: pl.DataFrame
+    per_step: pl.DataFrame
+    known_fraction: float | None
+
+
+def kernel_bounds(trace: Trace, peak: Given = None, capture: Trace | None = None) -> KernelBounds:
+    """Account for the time of each GPU by what bounds it.
+
+    Args:
+        trace: The trace.
+        peak: The device's peak where the trace does not name a known one, as for `roofline`.
+        capture: The recording of the capture of its graphs, as for `roofline`.
+    """
+    return _kernel_bounds(trace, peak, capture)
+
+
+@of_each
+def _kernel_bounds(traces: Sequence[Trace], peak: Given, capture: Trace | None) -> Iterable[KernelBounds]:
+    work = _bounds(traces, peak, capture)
+    bound_shares = shares(traces, work, "bound", BOUNDS)
+    by_kind = (
+        work.group_by(TRACE, "kind", "bound")
+        .agg(
+            pl.len().alias("count"),
+            pl.col("ns").sum().alias("sum_ns"),
+            pl.when(pl.col("roofline_ns").is_not_null().all()).then(pl.col("roofline_ns").sum()).alias("roofline_ns"),
+        )
+        .sort(TRACE, "kind", "bound")
+    )
+    steps = stacked(map(whole_steps, traces))
+    spread = per_step(bound_shares.steps, [TRACE, "device", "bound"], list(SHARES), steps)
+    for parts, of_kinds, usual in zip(
+        unstacked(bound_shares.parts, traces, BOUND_SCHEMA),
+        unstacked(by_kind, traces, KIND_SCHEMA),
+        unstacked(spread, traces),
+        strict=True,
+    ):
+        whole = int(of_kinds["sum_ns"].sum())
+        known_ns = int(of_kinds.filter(pl.col("bound") != "unknown")["sum_ns"].sum())
+        yield KernelBounds(parts, of_kinds, usual, known_ns / whole if whole else None)
+
+
+def bounds(trace: Trace, peak: Given = None, capture: Trace | None = None) -> pl.DataFrame:
+    """The bound of every piece of GPU work: event, device, start_ns, end_ns, ns, kind, roofline_ns, bound."""
+    return _bounds([trace], peak, capture).drop(TRACE)
+
+
+def _bounds(traces: Sequence[Trace], peak: Given, capture: Trace | None) -> pl.DataFrame:
+    columns = (TRACE, "event", "device", "start_ns", "end_ns", "ns")
+    work = stepped_work(traces)[columns].hstack([stacked(map(kinds, traces))["kind"]])
+    models = stacked(modelled(trace, peak, capture) for trace in traces)
+    model = models.select(TRACE, "event", "roofline_ns", modelled=pl.col("bound").cast(pl.String))
+    ceiling = pl.col("roofline_ns")
+    ns = pl.col("ns")
+    latency = ((ns < SHORT_NS) & (ceiling < FAR * ns)) | (ceiling < VERY_FAR * ns)
+    bound = pl.when(ceiling.is_null() | pl.col("modelled").is_null()).then(pl.lit("unknown"))
+    return (
+        work.join(model, on=[TRACE, "event"], how="left", maintain_order="left")
+        .with_columns(bound.when(latency).then(pl.lit("latency")).otherwise("modelled").cast(BoundType).alias("bound"))
+        .drop("modelled")
+    )
+
+
+KERNEL_LAUNCH = r"LaunchKernel|LaunchCooperativeKernel|ModuleLaunch"
+SERIES_SCHEMA = schema("source counter samples first_ns last_ns min mean max", {"source": pl.String})
+RANGE_SCHEMA = schema("range kernel launch op counter value")
+OP_SCHEMA = schema("op counter ranges value")
+
+
+@dataclass(frozen=True)
+class Counters(Result):
+    """Recorded counters. Definitions: docs/concepts/counters.md.
+
+    Attributes:
+        series: Counters sampled over time (`hardware_counters` and others): source (the process they stand under),
+            counter, samples, first_ns, last_ns, min, mean (of the samples), max.
+        ranges: Counters of single kernels, as CUPTI's range profiler writes them (`cuda_profiler_range`): range (its
+            number, in order), kernel (null where the writer could not name it), launch (row of the call that launched
+            it), op (the operator around the launch), counter, value. The times of such ranges are equal parts of the
+            recording, no measurement, so the k-th range belongs to the k-th launch.
+        operators: Sums over the ranges of each operator: op, counter, ranges, value.
+        unpaired: Why ranges have no launch: `counts-differ` (as many ranges as kernel launches are needed); None where
+            they have, or where there are no ranges.
+        range_count: Ranges in the trace.
+        launch_count: Calls in the trace that launch one kernel.
+        absent: Why the values of ranges are unknown: `file-gone`; None where they are known.
+    """
+
+    series: pl.DataFrame
+    ranges: pl.DataFrame
+    operators: pl.DataFrame
+    unpaired: str | None
+    range_count: int
+    launch_count: int
+    absent: str | None
+
+
+def counters(trace: Trace) -> Counters:
+    """Gather counters, and pair those of kernels with their launches."""
+    rows = np.flatnonzero(column(trace, "category") == cat.CATEGORIES.index(cat.COUNTER_RANGE))
+    if not trace.counters.height and not rows.size:
+        series, ranges, by_op = (columns.to_frame() for columns in (SERIES_SCHEMA, RANGE_SCHEMA, OP_SCHEMA))
+        return Counters(series, ranges, by_op, unpaired=None, range_count=0, launch_count=0, absent=None)
+    value = pl.col("value")
+    series = (
+        trace.counters.drop_nulls("value")
+        .with_columns(counter=pl.concat_str(["name", "key"], separator=" ").str.strip_chars())
+        .group_by("counter", source="process", maintain_order=True)
+        .agg(
+            pl.len().alias("samples"),
+            pl.col("time_ns").min().alias("first_ns"),
+            pl.col("time_ns").max().alias("last_ns"),
+            value.min().alias("min"),
+            value.mean().alias("mean"),
+            value.max().alias("max"),
+        )
+        .sort("source", "counter", nulls_last=True)
+        .pipe(cast_to_schema, SERIES_SCHEMA)
+    )
+    launches = kernel_launches(trace) if rows.size else rows
+    paired = rows.size == launches.size
+    readable_ = readable(trace)
+    records = []
+    if readable_ and rows.size:
+        names, ops = trace.events["name"], trace.events["op"]
+        nobody: list[Any] = [None] * rows.size
+        kernels = [None if name == "__missing__" else name for name in names.gather(rows).to_list()]
+        launch_of = launches.tolist() if paired else nobody
+        op_of = names.gather(ops.gather(launches)).to_list() if paired else nobody
+        records = [  # one per range and counter
+            (number, kernel, launch, op, key, float(amount))
+            for number, (args, kernel, launch, op) in enumerate(
+                zip(read_all_arguments(trace, rows), kernels, launch_of, op_of, strict=True)
+            )
+            for key, amount in args.items()
+            if isinstance(amount, (int, float)) and not isinstance(amount, bool) and np.isfinite(amount)
+        ]
+    ranges = pl.DataFrame(records, schema=RANGE_SCHEMA, orient="row")
+    by_op = (
+        ranges.filter(pl.col("launch").is_not_null())
+        .group_by("op", "counter", maintain_order=True)
+        .agg(pl.len().alias("ranges"), value.sum())
+        .sort("value", "op", "counter", descending=[True, False, False], nulls_last=True)
+        .pipe(cast_to_schema, OP_SCHEMA)
+    )
+    return Counters(
+        series,
+        ranges,
+        by_op,
+        unpaired=None if paired else "counts-differ",
+        range_count=int(rows.size),
+        launch_count=int(launches.size),
+        absent="file-gone" if rows.size and not readable_ else None,
+    )
+
+
+def kernel_launches(trace: Trace) -> Ints:
+    """Rows of the calls that launch one kernel, by time; a driver call inside a runtime call is the same launch."""
+    is_call = np.isin(column(trace, "category"), [cat.CATEGORIES.index(name) for name in cat.LAUNCHES])
+    rows = np.flatnonzero(is_call & vocabulary(trace).events(KERNEL_LAUNCH))
+    inside = np.isin(column(trace, "parent", -1)[rows], rows)
+    launches: Ints = rows[~inside]
+    return launches

@@ -14,19 +14,24 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from traceloom.analyze.classify import gpu_work, stepped_work
-from traceloom.analyze.exclusive import SHARES, shares
-from traceloom.analyze.kind_rules import KINDS, KindOfWork, KindRule, Matcher, built_in_kind_rules
-from traceloom.analyze.per_step import per_step, whole_steps
-from traceloom.analyze.remembered import of_each, per_trace
-from traceloom.analyze.stacked import TRACE, quotient, stacked, unstacked
-from traceloom.analyze.vocabulary import vocabulary
-from traceloom.array_types import Ints
-from traceloom.model import Trace
-from traceloom.model import category as cat
-from traceloom.model.arrays import column
-from traceloom.model.frames import as_declared, schema
-from traceloom.model.result import Result
+from traceloom.analyze.gpu_time import SHARES, shares
+from traceloom.analyze.kernel_rules import (
+    KINDS,
+    KindOfWork,
+    KindRule,
+    Matcher,
+    built_in_kind_rules,
+    gpu_work,
+    stepped_work,
+)
+from traceloom.analyze.names import vocabulary
+from traceloom.analyze.steps import per_step, whole_steps
+from traceloom.trace import vocabulary as cat
+from traceloom.trace.array_types import Ints
+from traceloom.trace.arrays import column
+from traceloom.trace.batch import TRACE, divide_by_part, of_each, per_trace, stacked, unstacked
+from traceloom.trace.frames import Result, cast_to_schema, schema
+from traceloom.trace.trace import Trace
 
 _NAMED = np.array([category in (cat.OP, cat.ANNOTATION) for category in cat.CATEGORIES])
 
@@ -95,7 +100,7 @@ def _kernel_kinds(traces: Sequence[Trace], rules: tuple[KindRule, ...]) -> Itera
     by_rule = (
         work.group_by(TRACE, "kind", rule="named")
         .agg(pl.len().alias("count"), pl.col("ns").sum().alias("sum_ns"))
-        .with_columns(quotient(sum_ns, sum_ns.sum().over(TRACE)).fill_nan(None).alias("fraction"))
+        .with_columns(divide_by_part(sum_ns, sum_ns.sum().over(TRACE)).fill_nan(None).alias("fraction"))
         .sort(TRACE, "sum_ns", "kind", "rule", descending=[False, True, False, False])
     )
     steps = stacked(map(whole_steps, traces))
@@ -145,7 +150,7 @@ def _kinds(trace: Trace, rules: tuple[KindRule, ...]) -> pl.DataFrame:
         "category:category", "category"
     )
     kind_names = pl.Series(KINDS, dtype=KindOfWork)[kind]
-    return pl.DataFrame({"event": work["event"], "kind": kind_names, "rule": rule}).pipe(as_declared, KIND_SCHEMA)
+    return pl.DataFrame({"event": work["event"], "kind": kind_names, "rule": rule}).pipe(cast_to_schema, KIND_SCHEMA)
 
 
 def _around_launch(

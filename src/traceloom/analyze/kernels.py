@@ -1,19 +1,27 @@
-"""Which kernels, copies and fills take the GPU's time?"""
+"""Kernels and operators by name, shape, launch, step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import polars as pl
 
-from traceloom.analyze.classify import CATEGORIES, CategoryType, KindType, Rule, gpu_work
+from traceloom.analyze.ancestry import forest
+from traceloom.analyze.gpu_work import attribute_to_launches
+from traceloom.analyze.host_events import classify_events
 from traceloom.analyze.intervals import union
-from traceloom.analyze.per_step import durations
-from traceloom.model import Trace
-from traceloom.model.arrays import engine
-from traceloom.model.frames import as_declared, schema
-from traceloom.model.result import Result
+from traceloom.analyze.kernel_kinds import kinds
+from traceloom.analyze.kernel_rules import CATEGORIES, CategoryType, KindOfWork, KindType, Rule, gpu_work, stepped_work
+from traceloom.analyze.names import vocabulary
+from traceloom.analyze.steps import durations, per_step, spread_schema, whole_steps
+from traceloom.formats.arguments import read_numbers, readable
+from traceloom.trace.arrays import engine
+from traceloom.trace.batch import TRACE, divide_by_part, of_each, of_events, stacked, unstacked
+from traceloom.trace.frames import Result, cast_to_schema, schema
+from traceloom.trace.trace import Trace
+from traceloom.trace.vocabulary import KERNEL
 
 KERNEL_SCHEMA = schema(
     "name category rule kind count total_ns mean_ns min_ns max_ns fraction",
@@ -48,7 +56,7 @@ def kernels(trace: Trace, rules: Iterable[Rule] = ()) -> Kernels:
         .with_columns((pl.col("total_ns") / pl.col("total_ns").sum()).fill_nan(0.0).alias("fraction"))
         .sort("total_ns", "name", "kind", descending=[True, False, False])
         .collect(engine=engine(trace))
-        .pipe(as_declared, KERNEL_SCHEMA)
+        .pipe(cast_to_schema, KERNEL_SCHEMA)
     )
     unions = dict.fromkeys(CATEGORIES, 0)
     for part in work[["category", "device", "start_ns", "end_ns"]].partition_by("category", "device"):
@@ -59,6 +67,251 @@ def kernels(trace: Trace, rules: Iterable[Rule] = ()) -> Kernels:
         .cast({"category": CategoryType})
         .join(sums, on="category", how="left", maintain_order="left")
         .with_columns(pl.col("count", "total_ns").fill_null(0))
-        .pipe(as_declared, CATEGORY_SCHEMA)
+        .pipe(cast_to_schema, CATEGORY_SCHEMA)
     )
     return Kernels(by_name, by_category)
+
+
+KEYS = ("op", "shapes", "types", "kernel", "kind")
+SHAPES_SCHEMA = schema(
+    "op shapes types kernel kind count total_ns mean_ns min_ns max_ns",
+    "fraction mean_total_ns min_total_ns max_total_ns step_count",
+    {"kind": KindOfWork},
+)
+
+
+@dataclass(frozen=True)
+class KernelShapes(Result):
+    """GPU work by the operator that launched it and the shapes of its inputs.
+
+    Attributes:
+        rows: One row per operator, input shapes, input types and kernel, the largest total first: op (the innermost
+            operator around the launch; null where none is recorded), shapes and types (JSON text; null where not
+            recorded), kernel, kind, count, total_ns, mean_ns (rounded down), min_ns, max_ns (of single pieces of work),
+            fraction (of all GPU work), then per whole step mean_total_ns, min_total_ns, max_total_ns and step_count (in
+            how many of them it occurs); null without whole steps.
+        total_ns: Summed duration of all GPU work; the rows add up to it.
+    """
+
+    rows: pl.DataFrame
+    total_ns: int
+
+
+def kernel_shapes(trace: Trace) -> KernelShapes:
+    """Add up GPU work by operator, input shapes and kernel."""
+    return _of_each(trace)
+
+
+@of_each
+def _of_each(traces: Sequence[Trace]) -> Iterable[KernelShapes]:
+    work = shaped_work(traces).with_columns(row=pl.struct(KEYS).rank("dense"))
+    total = pl.col("total_ns")
+    table = (
+        work.group_by(TRACE, "row")
+        .agg(pl.col(KEYS).first(), *durations(pl.col("ns")))
+        .with_columns(fraction=divide_by_part(total, total.sum().over(TRACE).clip(lower_bound=1)))
+    )
+    usual = per_step(
+        work.select(TRACE, "row", "step", total_ns="ns"),
+        [TRACE, "row"],
+        ["total_ns"],
+        stacked(map(whole_steps, traces)),
+    )
+    rows = table.join(usual, on=[TRACE, "row"], how="left").sort(
+        [TRACE, "total_ns", "op", "kernel", "shapes", "types"],
+        descending=[False, True, False, False, False, False],
+        nulls_last=True,
+    )
+    return (KernelShapes(own, int(own["total_ns"].sum())) for own in unstacked(rows, traces, SHAPES_SCHEMA))
+
+
+def shaped_work(traces: Sequence[Trace]) -> pl.DataFrame:
+    """Every piece of GPU work with the operator around its launch: trace, event, step, op, kernel, ns, shapes, types,
+    kind; see `stacked`.
+    """
+    work = stepped_work(traces).select(TRACE, "event", "step", "op", "ns", kernel="name")
+    inputs = work.select(TRACE, event="op").join(
+        stacked(trace.tensors[["event", "shapes", "types"]] for trace in traces),
+        on=[TRACE, "event"],
+        how="left",
+        maintain_order="left",
+    )
+    operator = of_events(traces, work, "op", "name").alias("op")
+    return work.with_columns(operator, inputs["shapes"], inputs["types"], stacked(map(kinds, traces))["kind"])
+
+
+_AXES: dict[str, str | tuple[str, int]] = {
+    f"{what}_{axis}": (what, position) for what in ("grid", "block") for position, axis in enumerate("xyz")
+}
+_KEYS = {**_AXES, "registers": "registers per thread", "shared_bytes": "shared memory"}
+LAUNCHES_SCHEMA = schema("event", *_KEYS, "blocks_per_sm warps_per_sm occupancy")
+
+
+@dataclass(frozen=True)
+class KernelLaunches(Result):
+    """The launch of each kernel, as the profiler recorded it.
+
+    Attributes:
+        rows: One row per kernel, in the order of events: event; grid_x, grid_y, grid_z (blocks); block_x, block_y,
+            block_z (threads); registers (per thread); shared_bytes (per block); blocks_per_sm, warps_per_sm (of the
+            whole grid, over the multiprocessors of the device); occupancy (estimated by the profiler, 0 to 1). Null
+            where not recorded.
+        absent: Why grids, blocks, registers and shared memory are all unknown: `no-file`, since they are read again
+            from it, or `not-recorded`; None where some are known.
+    """
+
+    rows: pl.DataFrame
+    absent: str | None
+
+
+def kernel_launches(trace: Trace) -> KernelLaunches:
+    """Grid, block, registers, shared memory and occupancy of each kernel; the file is read again for them."""
+    kernel = (trace.events["category"] == KERNEL).to_numpy()
+    events = np.flatnonzero(kernel).astype(np.int64)
+    rows = trace.events.select("event").filter(kernel)
+    if readable(trace) and events.size:
+        rows = rows.join(read_numbers(trace, events, _KEYS), on="event", how="left", maintain_order="left")
+    else:
+        rows = rows.with_columns(pl.lit(None, dtype=pl.Float64).alias(name) for name in _KEYS)
+    filling = trace.kernels.with_columns(occupancy=pl.col("occupancy_percent") / 100).drop("occupancy_percent")
+    rows = rows.join(filling, on="event", how="left", maintain_order="left").cast(LAUNCHES_SCHEMA, strict=False)
+    unknown = all(rows[name].null_count() == rows.height for name in _KEYS)
+    return KernelLaunches(rows, None if not unknown else "not-recorded" if readable(trace) else "no-file")
+
+
+OPERATORS = schema("name shapes count self_ns total_ns mean_ns device_ns self_device_ns kernel_count fraction")
+
+
+@dataclass(frozen=True)
+class Operators(Result):
+    """Operators by name (and by input shapes where asked for), the largest self time first.
+
+    Attributes:
+        operators: `self_ns` is the host time in which the op is the innermost one (its launch calls and Python frames
+            count to it); self times add up to the time the host spends in ops. `total_ns` counts nested calls of the
+            same row once; `mean_ns` is the mean duration of a call. `self_device_ns` is the summed duration of the GPU
+            work launched under the op with no other op between, `device_ns` and `kernel_count` that of any descendant,
+            once where calls nest. `shapes` is null unless asked for, and for ops recorded without them.
+        unattributed_device_ns: GPU work of no op: orphans, and work launched outside ops. Together with all
+            `self_device_ns` it is `gpu_work_ns`.
+        unattributed_count: How many pieces of GPU work these are.
+        gpu_work_ns: Summed duration of all GPU work.
+    """
+
+    operators: pl.DataFrame
+    unattributed_device_ns: int
+    unattributed_count: int
+    gpu_work_ns: int
+
+
+def operators(trace: Trace, by_shape: bool = False) -> Operators:
+    """Account for ops by name, or by name and input shapes.
+
+    In the backward pass `autograd::engine::evaluate_function: X` encloses the op `X`, which encloses the ATen ops: the
+    three are rows of their own, self times tell them apart.
+
+    Args:
+        trace: A checked trace; without ops the table is empty.
+        by_shape: One row per name and input shapes.
+    """
+    tree = forest(trace)
+    is_op = classify_events(trace).op
+    above = tree.nearest(is_op)
+    work = attribute_to_launches(trace)
+    direct_ns, direct_kernels, direct_count = work.by_owner(tree.nearest_or_self(is_op, above))
+    kind = vocabulary(trace).code[tree.row].astype(np.int64)  # for each host event the row of the table, by its name
+    shapes = pl.Series("shapes", [], dtype=pl.String)  # of the inputs of every event, as JSON text
+    if by_shape:
+        shapes = trace.events[["event"]].join(
+            trace.tensors[["event", "shapes"]], on="event", how="left", maintain_order="left"
+        )["shapes"]
+        shape = shapes.cast(pl.Categorical).to_physical().cast(pl.Int64).fill_null(-1).to_numpy()[tree.row]
+        pair = kind * (int(shape.max(initial=0)) + 2) + shape + 1
+        kind = np.unique(pair, return_inverse=True)[1].astype(np.int64)
+    top = is_op & tree.topmost_of_kind(np.where(is_op, kind + 1, 0))
+    self_ns = tree.self_ns(is_op, above)
+    ops = pl.LazyFrame(
+        {
+            "kind": kind,
+            "top": top,
+            "self_ns": self_ns,
+            "span_ns": tree.span_ns(),
+            "self_device_ns": direct_ns,
+            "device_ns": tree.subtree_sums(direct_ns),
+            "kernel_count": tree.subtree_sums(direct_kernels),
+            "is_op": is_op,
+        }
+    ).filter("is_op")
+    summed = ops.group_by("kind").agg(
+        pl.len().alias("count"),
+        pl.col("self_ns", "self_device_ns").sum(),
+        pl.col("span_ns").filter("top").sum().alias("total_ns"),
+        (pl.col("span_ns").sum() / pl.len()).round().cast(pl.Int64).alias("mean_ns"),
+        pl.col("device_ns", "kernel_count").filter("top").sum(),
+        (pl.col("self_ns").sum() / max(int(self_ns.sum()), 1)).alias("fraction"),
+    )
+    used, first = np.unique(kind, return_index=True)
+    example = tree.row[first]
+    example_shapes = shapes[example] if by_shape else shapes.extend_constant(None, used.size)
+    names = pl.DataFrame({"kind": used, "name": trace.events["name"][example], "shapes": example_shapes})
+    rows = summed.collect(engine=engine(trace)).join(names, on="kind", how="left")
+    table = rows.sort(["self_ns", "total_ns", "name", "shapes"], descending=[True, True, False, False])
+    gpu_ns = int(work.duration_ns.sum())
+    return Operators(
+        table.pipe(cast_to_schema, OPERATORS),
+        gpu_ns - int(direct_ns.sum()),
+        work.origin.size - int(direct_count.sum()),
+        gpu_ns,
+    )
+
+
+KERNELS, OPERATORS_PER_STEP = (schema("name", spread_schema(time, "call_count")) for time in ("total_ns", "self_ns"))
+
+
+@dataclass(frozen=True)
+class WorkPerStep(Result):
+    """Kernels and operators of a usual step.
+
+    Attributes:
+        steps: Number of whole steps that the figures are taken over.
+        kernels: name, mean_total_ns, min_total_ns, max_total_ns (summed duration of such GPU work launched in one
+            step), mean_call_count, min_call_count, max_call_count, step_count (steps in which it occurs); the largest
+            mean first. Over the steps, `mean * steps` is the sum.
+        operators: The same with the operators' self time on the host.
+    """
+
+    steps: int
+    kernels: pl.DataFrame
+    operators: pl.DataFrame
+
+
+def work_per_step(trace: Trace) -> WorkPerStep:
+    """Add up kernels and operators per step; work belongs to the step that launched it. Without steps: no rows."""
+    return _work_per_step_of_each(trace)
+
+
+@of_each
+def _work_per_step_of_each(traces: Sequence[Trace]) -> Iterable[WorkPerStep]:
+    steps = [whole_steps(trace) for trace in traces]
+    kernels, operators = (
+        per_step(
+            rows.with_columns(call_count=pl.lit(1, pl.Int64)), [TRACE, "name"], [time, "call_count"], stacked(steps)
+        ).sort(TRACE, f"mean_{time}", "name", descending=[False, True, False])
+        for rows, time in (
+            (stepped_work(traces).rename({"ns": "total_ns"}), "total_ns"),
+            (stacked(map(_operators, traces)), "self_ns"),
+        )
+    )
+    counts = (whole.height for whole in steps)
+    return map(
+        WorkPerStep, counts, unstacked(kernels, traces, KERNELS), unstacked(operators, traces, OPERATORS_PER_STEP)
+    )
+
+
+def _operators(trace: Trace) -> pl.DataFrame:
+    """Each call of an operator: name, step, self_ns."""
+    tree = forest(trace)
+    is_op = classify_events(trace).op
+    ops = np.flatnonzero(is_op)
+    self_ns = tree.self_ns(is_op, tree.nearest(is_op))[ops]
+    return trace.events[["name", "step"]][tree.row[ops]].hstack([pl.Series("self_ns", self_ns, dtype=pl.Int64)])

@@ -1,4 +1,4 @@
-"""How launches reach the GPU: launch delays, queues, calls that were held up, kernels shorter than their launch.
+"""Launch delay, queue depth, held calls.
 
 Definitions: docs/concepts/launches.md.
 """
@@ -7,22 +7,192 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
+from msgspec import structs
 
-from traceloom.analyze.per_step import per_step, spread_schema, whole_steps
-from traceloom.analyze.queue_depth import QUEUES, HeldCalls, curve, held_up, of_devices, queues
-from traceloom.analyze.remembered import of_each
-from traceloom.analyze.stacked import TRACE, gathered, stacked, unstacked
-from traceloom.analyze.submissions import UNKNOWN, Submissions, plain, submissions
-from traceloom.analyze.vocabulary import vocabulary
-from traceloom.analyze.waits import stream_waits
-from traceloom.array_types import Bools
-from traceloom.model import Trace
-from traceloom.model.arrays import column, nullable, row_numbers
-from traceloom.model.frames import as_declared, schema
-from traceloom.model.result import Result
+from traceloom.analyze.gpu_work import UNKNOWN, SubmittedWork, as_plain_array, stream_waits, submissions
+from traceloom.analyze.names import vocabulary
+from traceloom.analyze.steps import per_step, spread_schema, whole_steps
+from traceloom.trace.array_types import Bools, Ints
+from traceloom.trace.arrays import column, row_numbers, to_nullable_series
+from traceloom.trace.batch import TRACE, gathered, of_each, stacked, unstacked
+from traceloom.trace.frames import Result, cast_to_schema, schema
+from traceloom.trace.trace import Trace
+
+DEEP = 900
+"""Launches that are pending where a queue is (nearly) full: CUDA takes about 1,022 to 1,024 per stream."""
+_LONGER_NS = 8_000  # a launch that is longer than others of its name by this, and this many times, was held up
+_QUEUE_TIMES = 2.5
+_AT_ONCE_NS = 100_000  # it returns this soon after the work that made room
+_CLOCK_NS = 2_000
+
+QUEUES = schema(
+    "device stream launch_count work_count unknown_count max_launches mean_launches",
+    "max_works mean_works window_ns empty_ns deep_ns held_count held_ns capacity",
+)
+"""Per stream: its launches, its work, work of unknown launches (not in the depths); the largest number of pending
+launches and pieces of work and their means over the window (first call or work .. last end); empty_ns in which nothing
+is pending, deep_ns with at least 900 launches pending; launch calls that were held up by a full queue, for how long
+beyond the usual, and how many launches the queue held then (null where none was held up)."""
+CURVE = schema("device stream time_ns launches works")
+
+
+class BlockedLaunches(NamedTuple):
+    """Launch calls that a full queue held up; arrays of one length, by position.
+
+    Attributes:
+        at: Position in the submissions.
+        ns: For how long beyond the usual duration of such a call.
+        pending: How many launches were pending when the call returned.
+    """
+
+    at: Ints
+    ns: Ints
+    pending: Ints
+
+
+class _Curve(NamedTuple):
+    """Changes of the depths, by lane and time; one row per instant."""
+
+    lane: Ints
+    time: Ints
+    launches: Ints
+    works: Ints
+
+
+def curve(made: SubmittedWork) -> pl.DataFrame:
+    """How many launches and pieces of work are pending on each stream after every change: `CURVE`."""
+    depths = _curve(made)
+    bounds = made.bounds()[:-1]
+    lane_start = bounds[depths.lane] if bounds.size else depths.lane
+    return pl.DataFrame(
+        {
+            "device": to_nullable_series(made.device[lane_start], pl.Int32, UNKNOWN),
+            "stream": to_nullable_series(made.stream[lane_start], pl.Int64, UNKNOWN),
+            "time_ns": depths.time,
+            "launches": depths.launches,
+            "works": depths.works,
+        },
+        schema=CURVE,
+    )
+
+
+def _curve(made: SubmittedWork) -> _Curve:
+    """+1 where a call begins, -1 where its work starts: per piece of work, and per launch where its first one starts.
+
+    Work that seems to start before its call (clocks differ) starts with it, so that no depth is negative.
+    """
+    recorded = np.flatnonzero(made.known)
+    first = np.zeros(recorded.size, dtype=np.int64)  # 1 for the first work of its launch on its lane
+    if recorded.size:
+        pair = made.launch[recorded] * (int(made.lane.max()) + 1) + made.lane[recorded]
+        order = np.lexsort((made.start[recorded], pair))
+        first[order[np.flatnonzero(np.diff(pair[order], prepend=-1))]] = 1
+    begun = made.call_start[recorded]
+    started = np.maximum(made.start[recorded], begun)
+    lane = np.tile(made.lane[recorded], 2)
+    time = np.concatenate([begun, started])
+    works = np.repeat([1, -1], recorded.size)
+    launches = works * np.tile(first, 2)
+    order = np.lexsort((time, lane))
+    lane, time = lane[order], time[order]
+    last = np.ones(lane.size, dtype=np.bool_)
+    last[:-1] = (lane[1:] != lane[:-1]) | (time[1:] != time[:-1])
+    # every +1 has its -1 on the same lane: the running sums begin and end at 0 on each
+    return _Curve(lane[last], time[last], np.cumsum(launches[order])[last], np.cumsum(works[order])[last])
+
+
+def merge_streams(made: SubmittedWork) -> SubmittedWork:
+    """The same with all streams of a device as one lane: for the depths of whole devices, whose stream is null."""
+    opens = np.diff(made.device, prepend=made.device[:1] - 1) != 0
+    return structs.replace(made, lane=np.cumsum(opens) - 1, stream=np.full(made.row.size, UNKNOWN, dtype=np.int64))
+
+
+def find_blocked_launches(trace: Trace, made: SubmittedWork) -> BlockedLaunches:
+    """Launch calls that a full queue held up.
+
+    Such a call finds at least 900 launches pending, is longer than calls of its name usually are (by 8 µs and 2.5
+    times), and returns within 100 µs after the end of earlier work of its stream, which made room.
+    """
+    lanes = [(low, high) for low, high in pairwise(made.bounds().tolist()) if high - low >= DEEP]
+    nothing = np.zeros(0, dtype=np.int64)
+    parts = [(nothing, nothing, nothing)]
+    usual = nothing
+    if lanes:  # for each work the median duration of the calls that have the name of its call; 0 without a call
+        usual = np.zeros(made.row.size, dtype=np.int64)
+        at = np.flatnonzero(made.first)
+        code = as_plain_array(vocabulary(trace).code)[made.launch[at]].astype(np.int64)
+        span = made.call_end[at] - made.call_start[at]
+        order = np.lexsort((span, code))
+        bounds = np.flatnonzero(np.diff(code[order], prepend=-1, append=-1))
+        for low, high in pairwise(bounds.tolist()):  # names
+            usual[at[order[low:high]]] = span[order[(low + high) // 2]]
+    for low, high in lanes:
+        by_call = low + np.argsort(made.call_start[low:high], kind="stable")  # in the order of launches
+        ends = np.maximum.accumulate(np.sort(made.end[low:high]))
+        number = np.flatnonzero(made.first[by_call] & ~made.many[by_call])
+        at = by_call[number]
+        returned = made.call_end[at]
+        span = returned - made.call_start[at]
+        done = np.searchsorted(ends, returned + _CLOCK_NS, side="right")
+        pending = number + 1 - done
+        freed = np.where(done > 0, ends[np.maximum(done - 1, 0)], np.iinfo(np.int64).min)
+        held = (pending >= DEEP) & (span >= np.maximum(usual[at] + _LONGER_NS, _QUEUE_TIMES * usual[at]))
+        held &= (returned - freed <= _AT_ONCE_NS) & (freed > made.call_start[at])
+        parts.append((at[held], (span - usual[at])[held], pending[held]))
+    return BlockedLaunches(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+
+
+def queues(made: SubmittedWork, held: BlockedLaunches) -> pl.DataFrame:
+    """The queues of all streams: `QUEUES`."""
+    depths = _curve(made)
+    bounds = made.bounds()
+    changes = np.searchsorted(depths.lane, np.arange(bounds.size))
+    rows = []
+    for lane, (low, high) in enumerate(pairwise(bounds.tolist())):
+        _, time, launches, works = (values[changes[lane] : changes[lane + 1]] for values in depths)
+        on_lane = (held.at >= low) & (held.at < high)
+        counts, often = np.unique(held.pending[on_lane], return_counts=True)
+        start = min(int(made.start[low:high].min()), int(made.call_start[low:high].min()))
+        end = int(made.end[low:high].max())
+        window = end - start
+        lasts = np.maximum(np.diff(time, append=end), 0)
+        recorded = made.known[low:high]
+        rows.append(
+            {
+                "device": int(made.device[low]) if made.device[low] >= 0 else None,
+                "stream": int(made.stream[low]) if made.stream[low] >= 0 else None,
+                "launch_count": int(np.unique(made.launch[low:high][recorded]).size),
+                "work_count": high - low,
+                "unknown_count": int((~recorded).sum()),
+                "max_launches": int(launches.max(initial=0)),
+                "mean_launches": float((launches * lasts).sum() / window) if window else 0.0,
+                "max_works": int(works.max(initial=0)),
+                "mean_works": float((works * lasts).sum() / window) if window else 0.0,
+                "window_ns": window,
+                "empty_ns": window - int(lasts[launches > 0].sum()),
+                "deep_ns": int(lasts[launches >= DEEP].sum()),
+                "held_count": int(on_lane.sum()),
+                "held_ns": int(held.ns[on_lane].sum()),
+                "capacity": int(counts[::-1][often[::-1].argmax()]) if counts.size else None,
+            }
+        )
+    return pl.DataFrame(rows, schema=QUEUES)
+
+
+def downsample(curve: pl.DataFrame, points: int) -> pl.DataFrame:
+    """A `CURVE` with at most `points` rows per stream: of each equal part of the window its first time and the most."""
+    keys = ["device", "stream"]
+    time = pl.col("time_ns")
+    low, span = time.min().over(keys), (time.max() - time.min()).over(keys)
+    part = pl.when(span > 0).then((time - low) * (points - 1) // pl.max_horizontal(span, 1)).otherwise(0)
+    parts = curve.with_columns(part.alias("part")).group_by(*keys, "part", maintain_order=True)
+    return parts.agg(time.first(), pl.col("launches").max(), pl.col("works").max())[list(CURVE)]
+
 
 LONG_CALL_NS = 50_000
 """A launch call this long is listed: it usually takes 2 to 10 µs."""
@@ -100,7 +270,7 @@ def launches(trace: Trace) -> Launches:
 @of_each
 def _of_each(traces: Sequence[Trace]) -> Iterable[Launches]:
     all_made = [submissions(trace) for trace in traces]
-    all_held = [held_up(trace, made) for trace, made in zip(traces, all_made, strict=True)]
+    all_held = [find_blocked_launches(trace, made) for trace, made in zip(traces, all_made, strict=True)]
     names = [vocabulary(trace).names for trace in traces]  # gathered by code: those of all events would fill the memory
     pairs = list(zip(traces, all_made, strict=True))
     keys = [TRACE, "device"]
@@ -156,7 +326,7 @@ def _of_each(traces: Sequence[Trace]) -> Iterable[Launches]:
     }  # fmt: skip
     parts = {name: unstacked(frame, traces, columns) for name, (frame, columns) in frames.items()}
     for number, (made, held) in enumerate(zip(all_made, all_held, strict=True)):
-        whole = of_devices(made)
+        whole = merge_streams(made)
         yield Launches(
             **{name: of_traces[number] for name, of_traces in parts.items()},
             queues=queues(made, held),
@@ -167,7 +337,7 @@ def _of_each(traces: Sequence[Trace]) -> Iterable[Launches]:
         )
 
 
-def _times(trace: Trace, made: Submissions) -> pl.DataFrame:
+def _times(trace: Trace, made: SubmittedWork) -> pl.DataFrame:
     """One row per launch and device: its first work (`at`), delay, span and latency."""
     at = np.flatnonzero(made.first)
     start, returned = made.start[at], made.call_end[at]
@@ -176,8 +346,8 @@ def _times(trace: Trace, made: Submissions) -> pl.DataFrame:
     for low, high in zip(made.bounds()[:-1].tolist(), made.bounds()[1:].tolist(), strict=True):
         reach[low + 1 : high] = np.maximum.accumulate(made.end[low:high])[:-1]
     free = np.maximum(returned, reach[at])
-    code = plain(vocabulary(trace).code)
-    op = plain(column(trace, "op", -1))[made.row[at]]
+    code = as_plain_array(vocabulary(trace).code)
+    op = as_plain_array(column(trace, "op", -1))[made.row[at]]
     return pl.DataFrame(
         {
             "at": at,
@@ -192,14 +362,14 @@ def _times(trace: Trace, made: Submissions) -> pl.DataFrame:
     )
 
 
-def _calls(trace: Trace, made: Submissions) -> pl.DataFrame:
+def _calls(trace: Trace, made: SubmittedWork) -> pl.DataFrame:
     """Every call that submitted GPU work: its first work (`at`), its row, the code of its name, its duration."""
     at = np.flatnonzero(made.first)
     launch, first_index = np.unique(made.launch[at], return_index=True)
     first_at = at[first_index]
     length = made.call_end[first_at] - made.call_start[first_at]
     return pl.DataFrame(
-        {"at": first_at, "launch": launch, "code": plain(vocabulary(trace).code)[launch], "call_ns": length}
+        {"at": first_at, "launch": launch, "code": as_plain_array(vocabulary(trace).code)[launch], "call_ns": length}
     )
 
 
@@ -230,7 +400,9 @@ def _or_null(name: str) -> pl.Expr:
     return pl.when(pl.col(name) >= 0).then(pl.col(name)).alias(name)
 
 
-def _outliers(trace: Trace, made: Submissions, late: pl.DataFrame, long: pl.DataFrame, held: HeldCalls) -> pl.DataFrame:
+def _outliers(
+    trace: Trace, made: SubmittedWork, late: pl.DataFrame, long: pl.DataFrame, held: BlockedLaunches
+) -> pl.DataFrame:
     at = np.concatenate([late["at"].to_numpy(), long["at"].to_numpy(), held.at])
     kind = np.repeat(["late work", "long call", "full queue"], [late.height, long.height, held.at.size]).astype("<U12")
     if late.height:
@@ -245,8 +417,8 @@ def _outliers(trace: Trace, made: Submissions, late: pl.DataFrame, long: pl.Data
             "kind": pl.Series(kind, dtype=pl.String),
             "duration_ns": length,
             "start_ns": np.where(np.arange(at.size) < late.height, made.start[at] - length, made.call_start[at]),
-            "device": nullable(made.device[at], absent=UNKNOWN),
-            "stream": nullable(made.stream[at], absent=UNKNOWN),
+            "device": to_nullable_series(made.device[at], absent=UNKNOWN),
+            "stream": to_nullable_series(made.stream[at], absent=UNKNOWN),
             "step": steps[row_numbers(step)],
             "work": made.row[at],
             "work_name": names[made.row[at]],
@@ -256,7 +428,7 @@ def _outliers(trace: Trace, made: Submissions, late: pl.DataFrame, long: pl.Data
     )
 
 
-def _stepped(trace: Trace, made: Submissions, held: HeldCalls) -> pl.DataFrame:
+def _stepped(trace: Trace, made: SubmittedWork, held: BlockedLaunches) -> pl.DataFrame:
     """Of work in steps: whether it is a launch's first, time in launch calls, short kernels, time held up."""
     stepped = np.flatnonzero(made.step >= 0)
     held_ns = np.zeros(made.row.size, dtype=np.int64)
@@ -276,7 +448,7 @@ def _stepped(trace: Trace, made: Submissions, held: HeldCalls) -> pl.DataFrame:
     )
 
 
-def _histogram(made: Submissions) -> pl.DataFrame:
+def _histogram(made: SubmittedWork) -> pl.DataFrame:
     """Durations of kernels in bins that double: `BINS`."""
     length = (made.end - made.start)[made.kernel]
     call = (made.call_end - made.call_start)[made.kernel]
@@ -294,14 +466,14 @@ def _histogram(made: Submissions) -> pl.DataFrame:
             "total_ns": np.diff(total[at]),
             "short_count": np.bincount(bin_index[short], minlength=_EDGES.size + 1),
         }
-    ).pipe(as_declared, BINS)
+    ).pipe(cast_to_schema, BINS)
 
 
-def _alone(trace: Trace, made: Submissions) -> pl.DataFrame:
+def _alone(trace: Trace, made: SubmittedWork) -> pl.DataFrame:
     """Kernels that were launched one by one: the code of their name, their duration, that of the call."""
     at = np.flatnonzero(made.kernel & made.first & ~made.many)
     length, call = (made.end - made.start)[at], (made.call_end - made.call_start)[at]
-    return pl.DataFrame({"code": plain(vocabulary(trace).code)[made.row[at]], "length": length, "call": call})
+    return pl.DataFrame({"code": as_plain_array(vocabulary(trace).code)[made.row[at]], "length": length, "call": call})
 
 
 def _short_by_name(names: Sequence[pl.Series], alone: pl.DataFrame) -> pl.DataFrame:
@@ -320,6 +492,3 @@ def _short_by_name(names: Sequence[pl.Series], alone: pl.DataFrame) -> pl.DataFr
     )
     by_code = by_code.hstack([gathered(names, by_code, "code").alias("name")])
     return by_code.sort(TRACE, "call_ns", "name", descending=[False, True, False])
-
-
-__all__ = ["BINS", "CALLS", "NAMES", "OUTLIERS", "QUEUES", "SHORT", "STEPS", "TOTALS", "Launches", "launches"]

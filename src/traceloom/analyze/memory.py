@@ -1,16 +1,17 @@
-"""How much memory was in use on each device, and when most."""
+"""Levels and peaks per device; allocator state; censuses."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import polars as pl
 
-from traceloom.model import Trace
-from traceloom.model.frames import as_declared, schema
-from traceloom.model.result import Result
+from traceloom.trace.frames import Result, cast_to_schema, schema
+from traceloom.trace.session import Snapshot
+from traceloom.trace.trace import Trace
 
 DEVICES = schema(
     "device_type device peak_bytes peak_time_ns start_bytes end_bytes allocation_count free_count evidence",
@@ -89,9 +90,9 @@ def memory(trace: Trace) -> Memory:
         chosen.append(row)
     kept = events[np.unique(np.concatenate(chosen))].sort(*_KEY, "row")
     curve = kept.select(*_KEY, "time_ns", pl.col("level").alias("allocated_bytes"), "reserved_bytes").pipe(
-        as_declared, CURVE
+        cast_to_schema, CURVE
     )
-    return Memory(devices.pipe(as_declared, DEVICES).sort(_KEY), curve)
+    return Memory(devices.pipe(cast_to_schema, DEVICES).sort(_KEY), curve)
 
 
 def shared_memory(allocations: pl.DataFrame) -> pl.Series:
@@ -118,3 +119,76 @@ def shared_memory(allocations: pl.DataFrame) -> pl.Series:
     shared = np.zeros(allocations.height, dtype=np.bool_)
     shared[rows["at"].to_numpy()] = rows["shared"].to_numpy()
     return pl.Series(shared)
+
+
+FRAGMENTS = schema(
+    "device reserved_bytes allocated_bytes requested_bytes pending_bytes",
+    "free_bytes largest_free_bytes split_bytes segment_count fragmentation",
+)
+_ALLOCATED = pl.col("state") == "active_allocated"
+_FREE = pl.col("state") == "inactive"
+
+
+def fragmentation(snapshot: Snapshot) -> pl.DataFrame:
+    """The state of each device's allocator when the snapshot was taken.
+
+    Returns:
+        `FRAGMENTS`, one row per device: reserved_bytes (all segments), allocated_bytes (blocks given out, as rounded by
+        the allocator), requested_bytes (what was asked for in them), pending_bytes (given back, but another stream may
+        still use them), free_bytes, largest_free_bytes (the largest free block: what could be given out without new
+        memory from the device), split_bytes (free blocks in segments that also hold others: they cannot be returned to
+        the device), fragmentation (1 - largest_free / free; null where nothing is free).
+    """
+    blocks = snapshot.blocks.with_columns(whole=(~_FREE).sum().over("segment") == 0)
+    by_device = blocks.group_by("device").agg(
+        allocated_bytes=pl.col("bytes").filter(_ALLOCATED).sum(),
+        requested_bytes=pl.col("requested_bytes").filter(_ALLOCATED).sum(),
+        pending_bytes=pl.col("bytes").filter(~_ALLOCATED & ~_FREE).sum(),
+        free_bytes=pl.col("bytes").filter(_FREE).sum(),
+        largest_free_bytes=pl.col("bytes").filter(_FREE).max().fill_null(0),
+        split_bytes=pl.col("bytes").filter(_FREE & ~pl.col("whole")).sum(),
+    )
+    held = snapshot.segments.group_by("device").agg(
+        reserved_bytes=pl.col("bytes").sum(), segment_count=pl.len().cast(pl.Int64)
+    )
+    both = held.join(by_device, on="device", how="left").with_columns(
+        pl.col(name).fill_null(0) for name in by_device.columns if name != "device"
+    )
+    states = both.with_columns(
+        fragmentation=pl.when(pl.col("free_bytes") > 0).then(1 - pl.col("largest_free_bytes") / pl.col("free_bytes"))
+    )
+    return states.pipe(cast_to_schema, FRAGMENTS).sort("device")
+
+
+CENSUS = schema("address bytes device_type device owner name", {"address": pl.UInt64})
+
+KEPT = "kept for backward by "
+"""How the name of an activation begins: a node of a graph has saved it for its backward pass."""
+
+
+def census(trace: Trace) -> pl.DataFrame:
+    """The live storages at the start, `CENSUS`; no rows where nobody counted, or what stands there is no census."""
+    return frame((trace.meta.capture or {}).get("live_storages_at_start"))
+
+
+def last_census(trace: Trace) -> pl.DataFrame:
+    """The live storages when the recording ended, `CENSUS`; no rows where nobody counted."""
+    return frame((trace.meta.capture or {}).get("live_storages_at_end"))
+
+
+def frame(columns: Any) -> pl.DataFrame:
+    """The columns of a census as a frame; what is malformed is left out.
+
+    Rows without an address (many small storages added up) are kept; else each address of a device comes once.
+    """
+    if not isinstance(columns, dict):
+        return CENSUS.to_frame()
+    lists = [columns.get(name) for name in CENSUS]
+    if not all(isinstance(values, list) for values in lists) or len({len(values) for values in lists if values}) > 1:
+        return CENSUS.to_frame()
+    try:
+        rows = pl.DataFrame(dict(zip(CENSUS, lists, strict=True)), schema=CENSUS, strict=False)
+    except (pl.exceptions.PolarsError, OverflowError, TypeError):
+        return CENSUS.to_frame()
+    once = (pl.col("address") == 0) | pl.struct("address", "device_type", "device").is_first_distinct()
+    return rows.drop_nulls().filter(pl.col("bytes") > 0).filter(once)

@@ -11,21 +11,19 @@ import polars as pl
 from msgspec import Struct, structs
 
 from traceloom.analyze.ancestry import Forest, forest
-from traceloom.analyze.attribution import launched_work
 from traceloom.analyze.flops import MODELS, Call, Work
 from traceloom.analyze.flops.attention import BATCH, PAGED
-from traceloom.analyze.flops.call import Launched, parsed
-from traceloom.analyze.gaps import gpu_rows
-from traceloom.analyze.graph_capture import mapped_nodes
-from traceloom.analyze.graph_launches import graph_launches, replayed_work
-from traceloom.analyze.remembered import per_trace
-from traceloom.analyze.vocabulary import vocabulary
-from traceloom.array_types import Bools, Ints
-from traceloom.model import Trace
-from traceloom.model import category as cat
-from traceloom.model.arrays import column, lookup
-from traceloom.model.frames import as_declared, schema
-from traceloom.read.again import readable, whole
+from traceloom.analyze.flops.registry import Launched, parsed
+from traceloom.analyze.gpu_work import attribute_to_launches, gpu_rows
+from traceloom.analyze.graph_launches import graph_launches, mapped_nodes, replayed_work
+from traceloom.analyze.names import vocabulary
+from traceloom.formats.arguments import read_all_arguments, readable
+from traceloom.trace import vocabulary as cat
+from traceloom.trace.array_types import Bools, Ints
+from traceloom.trace.arrays import column, gather_rows
+from traceloom.trace.batch import per_trace
+from traceloom.trace.frames import cast_to_schema, schema
+from traceloom.trace.trace import Trace
 
 _OTHER_GRID = "the capture ran this kernel with another grid, so with other shapes"
 _NO_CALL = "the capture knows its operator, but not the shapes of its inputs, or there is no model of it"
@@ -103,7 +101,7 @@ def _batches(trace: Trace, events: pl.Series) -> pl.Series:
     has_batch = words.matching(BATCH.pattern)
     marks = np.zeros(tree.row.size, dtype=np.bool_)
     if has_batch.any():
-        marks = lookup(has_batch, words.code[tree.row]) & (column(trace, "category")[tree.row] == _ANNOTATION)
+        marks = gather_rows(has_batch, words.code[tree.row]) & (column(trace, "category")[tree.row] == _ANNOTATION)
     if not marks.any():
         return pl.Series("batch", [""]).new_from_index(0, events.len())
     above = tree.nearest(marks)[tree.position[events.to_numpy()]]
@@ -122,7 +120,7 @@ def _calls_around(trace: Trace, positions: Ints | None = None, batch: str = "") 
         batch: That of the calls around which no annotation tells it.
     """
     tree = forest(trace)
-    work = launched_work(trace)
+    work = attribute_to_launches(trace)
     copies = trace.copies.filter(pl.col("kind").is_in(LINK_COPIES))["event"]
     link = np.isin(gpu_rows(trace), copies.to_numpy())
     origin = np.where(link, -1, work.origin)
@@ -168,7 +166,7 @@ def _calls_around(trace: Trace, positions: Ints | None = None, batch: str = "") 
         .agg("event")
     )
     calls = calls.with_row_index("group")
-    groups = _modelled(calls, _insides(trace, tree, calls))
+    groups = _modelled(calls, _first_call_contents(trace, tree, calls))
     group = np.full(tree.row.size, -1, dtype=np.int64)
     members = calls[["group", "event"]].explode("event")
     group[tree.position[members["event"].to_numpy()]] = members["group"].to_numpy()
@@ -179,7 +177,7 @@ def _calls_around(trace: Trace, positions: Ints | None = None, batch: str = "") 
     return ModelledCalls(groups, group, owner, np.append(owner, -1)[origin], link, above, none, recorded)
 
 
-def _insides(
+def _first_call_contents(
     trace: Trace, tree: Forest, calls: pl.DataFrame
 ) -> dict[int, tuple[tuple[Call, ...], tuple[Launched, ...]]]:
     """By group what is inside its first call: calls with recorded inputs, and kernels with their grids.
@@ -206,7 +204,7 @@ def _insides(
         launched = []
         if ran.height and readable(trace):
             ran = ran.sort("event")
-            arguments = whole(trace, ran["event"].to_numpy().astype(np.int64))
+            arguments = read_all_arguments(trace, ran["event"].to_numpy().astype(np.int64))
             for recorded_name, args in zip(ran["name"].to_list(), arguments, strict=True):
                 name, grid = recorded_name or args.get("kernel"), args.get("grid")
                 is_grid = isinstance(grid, list) and all(isinstance(size, int) and size > 0 for size in grid)
@@ -237,7 +235,9 @@ def _modelled(
         orient="row",
         infer_schema_length=None,
     )
-    return pl.concat([calls[["group", "name", "shapes", "types"]], results], how="horizontal").pipe(as_declared, GROUPS)
+    return pl.concat([calls[["group", "name", "shapes", "types"]], results], how="horizontal").pipe(
+        cast_to_schema, GROUPS
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -253,7 +253,7 @@ def _call(  # noqa: PLR0917  (what is recorded of a call)
     return Call(name, parsed(shapes), of_types, values, parsed(strides), list_type, batch)
 
 
-def with_replays(trace: Trace, capture: Trace) -> ModelledCalls:
+def add_graph_replays(trace: Trace, capture: Trace) -> ModelledCalls:
     """The modelled calls of a trace and those that its graph replays make, by the operators of the capture.
 
     Each replay of a graph makes the calls of the capture anew: the operator's FLOPs and bytes count once per replay, of
@@ -353,7 +353,7 @@ def _grids(trace: Trace, rows: pl.Series) -> pl.Series:
     if not distinct.len() or not readable(trace):
         return none
     events: Ints = distinct.to_numpy().astype(np.int64)
-    grids = [args.get("grid") for args in whole(trace, events)]
+    grids = [args.get("grid") for args in read_all_arguments(trace, events)]
     grid_by_row = pl.DataFrame({"row": distinct, "grid": [None if grid is None else str(grid) for grid in grids]})
     grid_by_row = grid_by_row.with_columns(pl.col("grid").cast(pl.String))
     return rows.alias("row").to_frame().join(grid_by_row, on="row", how="left", maintain_order="left")["grid"]

@@ -11,20 +11,16 @@ import polars as pl
 from msgspec import Struct
 
 from traceloom.analyze.ancestry import Forest, forest, host_pieces
-from traceloom.analyze.attribution import launched_work
-from traceloom.analyze.autograd import Backward, backward_of
-from traceloom.analyze.gaps import gpu_rows
-from traceloom.analyze.per_step import per_step, spread_schema, whole_steps
-from traceloom.analyze.phases import MODULE_PREFIX, SCOPE_PREFIX, STEP_MARK
-from traceloom.analyze.recompute import ENGINE, recomputed
-from traceloom.analyze.splitting import NO_STEP
-from traceloom.analyze.vocabulary import vocabulary
-from traceloom.array_types import Bools, Ints
-from traceloom.model import Trace
-from traceloom.model import category as cat
-from traceloom.model.arrays import column, lookup, nullable
-from traceloom.model.frames import as_declared, schema
-from traceloom.model.result import Result
+from traceloom.analyze.autograd import ENGINE, Backward, backward_of, recomputed
+from traceloom.analyze.gpu_work import attribute_to_launches, gpu_rows
+from traceloom.analyze.host_events import MODULE_PREFIX, SCOPE_PREFIX, STEP_MARK
+from traceloom.analyze.names import vocabulary
+from traceloom.analyze.steps import NO_STEP, per_step, spread_schema, whole_steps
+from traceloom.trace import vocabulary as cat
+from traceloom.trace.array_types import Bools, Ints
+from traceloom.trace.arrays import column, gather_rows, to_nullable_series
+from traceloom.trace.frames import Result, cast_to_schema, schema
+from traceloom.trace.trace import Trace
 
 KINDS = ("module", "scope", "annotation")
 PARTS = ("forward", "backward", "recompute")
@@ -140,7 +136,7 @@ def modules(trace: Trace) -> Modules:
     pieces, part_of = host_pieces(trace), all_regions.part.astype(_PART)
     host = _NodeValues(of_event[pieces.owner], part_of[pieces.owner], pieces.step, pieces.ns)
     # GPU work belongs to the host event that launched it
-    work = launched_work(trace)
+    work = attribute_to_launches(trace)
     work_step = column(trace, "step", int(NO_STEP))[gpu_rows(trace)]
     work_node, work_part = of_event[work.origin], np.append(part_of, _PART(FORWARD))[work.origin]
     device = _NodeValues(work_node, work_part, work_step, work.duration_ns)
@@ -175,11 +171,11 @@ def modules(trace: Trace) -> Modules:
     node, step_index = np.nonzero((out[0] > 0) | (out[1] > 0))
     frame = {
         "node": node,
-        "step": nullable(all_steps[step_index], absent=int(NO_STEP)),
+        "step": to_nullable_series(all_steps[step_index], absent=int(NO_STEP)),
         "all_host_ns": out[0][node, step_index],
         "all_device_ns": out[1][node, step_index],
     }
-    steps = pl.DataFrame(frame, schema_overrides={"step": pl.Int64}).pipe(as_declared, STEPS)
+    steps = pl.DataFrame(frame, schema_overrides={"step": pl.Int64}).pipe(cast_to_schema, STEPS)
     spread = per_step(steps, ["node"], ["all_host_ns", "all_device_ns"], whole_steps(trace))
     whole = table.with_columns(**{name: pl.Series(column) for name, column in numbers.items()})
     whole = whole.join(spread, on="node", how="left", maintain_order="left")
@@ -189,7 +185,7 @@ def modules(trace: Trace) -> Modules:
         ordered,
         steps.with_columns(pl.Series(number)[steps["node"]].alias("node"))
         .sort("step", "node")
-        .pipe(as_declared, STEPS),
+        .pipe(cast_to_schema, STEPS),
         **outside,
         evidence=all_regions.evidence,
         recompute_evidence=all_regions.recompute,
@@ -270,7 +266,7 @@ def _ordered(table: pl.DataFrame) -> tuple[pl.DataFrame, Ints]:
         fields = {"node": number, "parent": parent, "name": name, "path": path, "kind": KINDS[row["kind"]]}
         ordered.append({**row, **fields})
         stack.extend((child, number, path, row["name"]) for child in reversed(children.get(row["node"], [])))
-    return pl.DataFrame(ordered, schema_overrides=dict(TREE)).pipe(as_declared, TREE), number_of
+    return pl.DataFrame(ordered, schema_overrides=dict(TREE)).pipe(cast_to_schema, TREE), number_of
 
 
 def _regions(trace: Trace) -> Regions:
@@ -285,15 +281,15 @@ def _regions(trace: Trace) -> Regions:
     python, op, annotation = (category == cat.CATEGORIES.index(name) for name in (cat.PYTHON, cat.OP, cat.ANNOTATION))
     begins = [f"^{re.escape(prefix)}" for prefix in (SCOPE_PREFIX, MODULE, MODULE_PREFIX)]
     of_scope, of_module, of_mark, step_mark, note = words.matching_each([*begins, STEP_MARK, _COMPILER_NOTE])
-    scope = lookup(of_scope, code)
-    module = python & lookup(of_module, code)
-    left_out = lookup(step_mark | note, code)
+    scope = gather_rows(of_scope, code)
+    module = python & gather_rows(of_module, code)
+    left_out = gather_rows(step_mark | note, code)
     kind = np.full(tree.row.size, -1, like=tree.row)
     kind[module] = KINDS.index("module")
     kind[scope & (op | annotation)] = KINDS.index("scope")
     kind[annotation & ~scope & ~left_out] = KINDS.index("annotation")
     # a module call has a mark of ours, a Python frame, or both: then it counts once
-    marked = (op | annotation) & lookup(of_mark, code)
+    marked = (op | annotation) & gather_rows(of_mark, code)
     kind[marked] = -1 if module.any() else KINDS.index("module")
     evidence = "python-modules" if module.any() else "annotations" if (kind >= 0).any() else "none"
 
@@ -302,10 +298,10 @@ def _regions(trace: Trace) -> Regions:
     part = np.full(tree.row.size, FORWARD, like=tree.row)
     if joined is not None:
         part[joined.backward] = BACKWARD
-    part[lookup(words.matching(ENGINE), code)] = BACKWARD
+    part[gather_rows(words.matching(ENGINE), code)] = BACKWARD
     part[again.root] = RECOMPUTE
     if again.root.any():  # the older way of checkpointing runs a backward pass of its own inside
-        inner = np.flatnonzero(lookup(words.matching(_RUN_BACKWARD), code))
+        inner = np.flatnonzero(gather_rows(words.matching(_RUN_BACKWARD), code))
         above = tree.nearest(part != FORWARD)[inner]
         part[inner[(above >= 0) & (part[above] == RECOMPUTE)]] = BACKWARD
     part = np.append(part, FORWARD)[tree.nearest_or_self(part != FORWARD)]

@@ -11,16 +11,15 @@ from itertools import pairwise
 import numpy as np
 import polars as pl
 
+from traceloom.analyze.gpu_work import UNKNOWN, SubmittedWork, as_plain_array, submissions
 from traceloom.analyze.kernel_kinds import kinds
-from traceloom.analyze.per_step import per_step, spread_schema, whole_steps
+from traceloom.analyze.names import vocabulary
 from traceloom.analyze.repeats import chosen, maximal_repeats
-from traceloom.analyze.submissions import UNKNOWN, Submissions, plain, submissions
-from traceloom.analyze.vocabulary import vocabulary
-from traceloom.array_types import Bools, Ints
-from traceloom.model import Trace
-from traceloom.model.arrays import nullable, row_numbers
-from traceloom.model.frames import as_declared, schema
-from traceloom.model.result import Result
+from traceloom.analyze.steps import per_step, spread_schema, whole_steps
+from traceloom.trace.array_types import Bools, Ints
+from traceloom.trace.arrays import row_numbers, to_nullable_series
+from traceloom.trace.frames import Result, cast_to_schema, schema
+from traceloom.trace.trace import Trace
 
 ELEMENTWISE = r"(?i)elementwise|^triton_poi_|pointwise"
 LONGEST = 64
@@ -75,7 +74,7 @@ def patterns(trace: Trace, *, shortest: int = 2, longest: int = LONGEST, least: 
     """
     made = submissions(trace)
     words = vocabulary(trace)
-    code = plain(words.code)[made.row].astype(np.int64)
+    code = as_plain_array(words.code)[made.row].astype(np.int64)
     # kernels that go through their data element by element: by name, or by their kind
     named = words.matching(ELEMENTWISE)[code] if code.size else np.zeros(0, dtype=np.bool_)
     kind = kinds(trace)
@@ -130,23 +129,25 @@ def patterns(trace: Trace, *, shortest: int = 2, longest: int = LONGEST, least: 
     occurrences = pl.DataFrame(
         {
             "sequence": np.repeat(np.arange(len(repeats)), counts),
-            "device": nullable(made.device[low], absent=UNKNOWN),
-            "stream": nullable(made.stream[low], absent=UNKNOWN),
+            "device": to_nullable_series(made.device[low], absent=UNKNOWN),
+            "stream": to_nullable_series(made.stream[low], absent=UNKNOWN),
             "step": trace.steps["step"][row_numbers(made.step[low])],
             "first": made.row[low],
             "last": made.row[high - 1],
             "start_ns": made.start[low],
             "span_ns": sums["span_ns"],
         }
-    ).pipe(as_declared, OCCURRENCES)
+    ).pipe(cast_to_schema, OCCURRENCES)
     in_steps = occurrences.with_columns(pl.lit(1, pl.Int64).alias("call_count"))
     spread = per_step(in_steps, ["sequence"], ["call_count", "span_ns"], whole_steps(trace))
-    steps = spread.pipe(as_declared, STEPS).sort("sequence")
-    sequences = sequences.pipe(as_declared, SEQUENCES)
+    steps = spread.pipe(cast_to_schema, STEPS).sort("sequence")
+    sequences = sequences.pipe(cast_to_schema, SEQUENCES)
     return Patterns(sequences, occurrences, steps, made.row.size, whole, fusible)
 
 
-def _search(code: Ints, made: Submissions, border: Bools, bounds: tuple[int, int, int, int]) -> list[tuple[Ints, int]]:
+def _search(
+    code: Ints, made: SubmittedWork, border: Bools, bounds: tuple[int, int, int, int]
+) -> list[tuple[Ints, int]]:
     """The chosen repeats between borders, as starts and lengths, longest first; streams are searched together."""
     shortest, longest, least, most = bounds
     if not code.size:

@@ -11,7 +11,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from traceloom.array_types import Bools, Ints
+from traceloom.trace.array_types import Bools, Ints
 
 _CANDIDATES = 200  # repeats that are looked at closely, by what they seem to cover
 

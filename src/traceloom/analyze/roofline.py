@@ -9,17 +9,15 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze.ancestry import forest
-from traceloom.analyze.attribution import launched_work
-from traceloom.analyze.classify import stepped_work
-from traceloom.analyze.graph_capture import of_rank
-from traceloom.analyze.peaks import Peak, peak_of
-from traceloom.analyze.placed import BoundType, PlacedCalls, placed
-from traceloom.analyze.remembered import made_from, of_each
-from traceloom.analyze.stacked import TRACE, of_events, quotient, stacked, unstacked
+from traceloom.analyze.gpu_work import attribute_to_launches
+from traceloom.analyze.graph_launches import of_rank
+from traceloom.analyze.kernel_rules import stepped_work
+from traceloom.analyze.placed_calls import BoundType, Peak, PlacedCalls, peak_of, place_on_roofline
 from traceloom.analyze.utilisation import utilisation
-from traceloom.model import Session, Trace
-from traceloom.model.frames import as_declared, schema
-from traceloom.model.result import Result
+from traceloom.trace.batch import TRACE, divide_by_part, made_from, of_each, of_events, stacked, unstacked
+from traceloom.trace.frames import Result, cast_to_schema, schema
+from traceloom.trace.session import Session
+from traceloom.trace.trace import Trace
 
 Given = Peak | str | Mapping[str, float] | None
 MODELLED = schema("event op flops bytes roofline_ns bound", {"op": pl.UInt32, "bound": BoundType})
@@ -106,7 +104,7 @@ def joined(parts: Sequence[Roofline]) -> Roofline:
 
 @of_each
 def _roofline(traces: Sequence[Trace], peak: Peak | None, capture: Trace | None) -> list[Roofline]:
-    placements = [placed(trace, peak, capture) for trace in traces]
+    placements = [place_on_roofline(trace, peak, capture) for trace in traces]
     utilised = utilisation(traces, placements)
     # over the whole steps in which the quantity is known; no row where none is
     of_steps = stacked(steps for steps, _ in utilised).filter("complete")
@@ -202,7 +200,9 @@ def _operators(traces: Sequence[Trace], placements: Sequence[PlacedCalls]) -> pl
         roofline=pl.col("roofline_ns").sum(),
         known=pl.col("roofline_ns").is_not_null().all(),
     )
-    on_gpu = pl.Series("gpu_ns", [int(launched_work(trace).duration_ns.sum()) for trace in traces], dtype=pl.Int64)
+    on_gpu = pl.Series(
+        "gpu_ns", [int(attribute_to_launches(trace).duration_ns.sum()) for trace in traces], dtype=pl.Int64
+    )
     in_calls = pl.col("total_ns").sum().over(TRACE)
     whole = pl.when(pl.col("gpu_ns") > 0).then("gpu_ns").otherwise(in_calls).clip(lower_bound=1)
     time, timed = pl.col("total_ns"), pl.col("total_ns") > 0
@@ -210,7 +210,7 @@ def _operators(traces: Sequence[Trace], placements: Sequence[PlacedCalls]) -> pl
     return (
         sums.hstack([on_gpu[sums[TRACE]]])
         .with_columns(
-            fraction=quotient(time, whole),
+            fraction=divide_by_part(time, whole),
             intensity=pl.when(pl.col("bytes") > 0).then(pl.col("flops") / pl.col("bytes")),
             flop_rate=pl.when(timed).then(pl.col("flops") / time * 1e9),
             byte_rate=pl.when(timed).then(pl.col("bytes") / time * 1e9),
@@ -244,7 +244,7 @@ def modelled(trace: Trace, peak: Given = None, capture: Trace | None = None) -> 
         roofline_ns (null where the peaks are unknown), bound (compute or memory; null likewise). No row for work
         without a model, nor for copies between host and device, which the link bounds.
     """
-    return _shared(trace, placed(trace, None if peak is None else peak_of(peak), capture))
+    return _shared(trace, place_on_roofline(trace, None if peak is None else peak_of(peak), capture))
 
 
 @made_from
@@ -280,7 +280,7 @@ def _shared(trace: Trace, placement: PlacedCalls) -> pl.DataFrame:
     until = pl.when(pl.col("done") >= 1.0).then(whole).otherwise(running)
     # differences of the rounded running share, so that the sum is exact
     rows = rows.with_columns(done=part).with_columns(until - pl.when("opens").then(0).otherwise(until.shift(1)))
-    shared = rows.pipe(as_declared, MODELLED)
+    shared = rows.pipe(cast_to_schema, MODELLED)
     back = np.empty_like(turn)
     back[turn] = np.arange(turn.size)
     return shared[back]

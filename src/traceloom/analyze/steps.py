@@ -1,4 +1,4 @@
-"""How long did each step take, and how far behind did the GPU run?"""
+"""Step times; cutting at steps; mean, least and most per step."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
+from msgspec import Struct
 
-from traceloom.analyze.classify import stepped_work
-from traceloom.analyze.intervals import Spans
-from traceloom.analyze.remembered import of_each, per_trace
-from traceloom.analyze.stacked import TRACE, stacked, unstacked
-from traceloom.array_types import Ints
-from traceloom.model import Trace
-from traceloom.model.frames import as_declared, schema
-from traceloom.model.result import Result
-from traceloom.model.schema import REQUEST
+from traceloom.analyze.intervals import Spans, overlaps
+from traceloom.analyze.kernel_rules import stepped_work
+from traceloom.trace.array_types import Bools, Ints
+from traceloom.trace.arrays import gather_rows
+from traceloom.trace.batch import TRACE, divide_by_part, of_each, per_trace, stacked, unstacked
+from traceloom.trace.frames import Result, cast_to_schema, schema
+from traceloom.trace.trace import REQUEST, Trace
 
 SCHEMA = schema("step name start_ns duration_ns complete lag_ns launch_count")
 
@@ -109,7 +108,7 @@ def _of_each(traces: Sequence[Trace]) -> Iterable[StepTimes]:
             pl.col("launch_count").fill_null(0),
         )
     )
-    return map(_spread, traces, (own.pipe(as_declared, SCHEMA) for own in unstacked(steps, traces)))
+    return map(_spread, traces, (own.pipe(cast_to_schema, SCHEMA) for own in unstacked(steps, traces)))
 
 
 def _spread(trace: Trace, steps: pl.DataFrame) -> StepTimes:
@@ -127,3 +126,122 @@ def _spread(trace: Trace, steps: pl.DataFrame) -> StepTimes:
         spread_fraction=float((third - first) / median) if median else None,
         evidence=evidence,
     )
+
+
+NO_STEP = np.int64(-(2**31))
+
+
+class CutStretches(Struct, frozen=True):
+    """Stretches cut into pieces; `source` is the index of the stretch each piece comes from."""
+
+    source: Ints
+    start_ns: Ints
+    end_ns: Ints
+
+
+def cut(start_ns: Ints, end_ns: Ints, at_ns: Ints) -> CutStretches:
+    """Cut every stretch [start, end) at the sorted instants `at_ns` that lie strictly inside it."""
+    first = np.searchsorted(at_ns, start_ns, side="right")
+    last = np.searchsorted(at_ns, end_ns, side="left")
+    inside = np.maximum(last - first, 0)
+    if not inside.any():
+        return CutStretches(np.arange(start_ns.size, like=start_ns), start_ns, end_ns)
+    count = inside + 1
+    source = np.repeat(np.arange(start_ns.size, like=start_ns), count)
+    begin = np.cumsum(count) - count
+    turn = np.arange(source.size, like=source) - begin[source]
+    cuts = first[source] + turn
+    low, high = start_ns[source], end_ns[source]
+    low = np.where(turn > 0, gather_rows(at_ns, np.clip(cuts - 1, 0, at_ns.size - 1)), low)
+    high = np.where(turn < inside[source], gather_rows(at_ns, np.clip(cuts, 0, at_ns.size - 1)), high)
+    return CutStretches(source, low, high)
+
+
+def split_at_steps(trace: Trace, start_ns: Ints, end_ns: Ints) -> tuple[CutStretches, Ints]:
+    """Cut every stretch at the bounds of steps; the pieces, and the step of each (NO_STEP outside all steps).
+
+    The stretches lie in the trace's window and are not empty; whole ones come first, in their order.
+    """
+    plan = tiles(trace)
+    steps = np.append(trace.steps["step"].cast(pl.Int64).to_numpy(), NO_STEP)[plan.row]
+    if not steps.size:
+        return CutStretches(np.zeros(0, dtype=np.int64), start_ns[:0], end_ns[:0]), steps
+    first = np.searchsorted(plan.spans.start, start_ns, side="right") - 1
+    crossing = end_ns > gather_rows(plan.spans.end, first)
+    rows = np.flatnonzero(crossing)
+    if not rows.size:
+        return CutStretches(np.arange(start_ns.size, like=start_ns), start_ns, end_ns), gather_rows(steps, first)
+    whole = np.flatnonzero(~crossing)
+    shared = overlaps(start_ns[rows], end_ns[rows], plan.spans)
+    pieces = CutStretches(
+        np.concatenate([whole, rows[shared.left]]),
+        np.concatenate([start_ns[whole], shared.start]),
+        np.concatenate([end_ns[whole], shared.end]),
+    )
+    return pieces, np.concatenate([gather_rows(steps, first[whole]), gather_rows(steps, shared.right)])
+
+
+def contains(spans: Spans, time_ns: Ints) -> Bools:
+    """Which instants lie in a set of time."""
+    if not spans.start.size:
+        return np.zeros(time_ns.size, dtype=np.bool_)
+    at = np.searchsorted(spans.start, time_ns, side="right") - 1
+    return (at >= 0) & (time_ns < gather_rows(spans.end, np.maximum(at, 0)))
+
+
+@per_trace
+def whole_steps(trace: Trace) -> pl.DataFrame:
+    """The steps that a spread is taken over: step (Int32), how `many` there are; all that are recorded completely."""
+    return trace.steps.filter("complete").select("step", many=pl.len())
+
+
+def durations(ns: pl.Expr) -> list[pl.Expr]:
+    """Number, sum, mean (rounded down), least and most of the durations in a group."""
+    values = {"total": ns.sum(), "mean": ns.sum() // pl.len(), "min": ns.min(), "max": ns.max()}
+    return [pl.len().alias("count"), *(value.alias(f"{name}_ns") for name, value in values.items())]
+
+
+def spread_schema(*values: str) -> pl.Schema:
+    """The columns that `per_step` gives for these values, without the keys."""
+    return schema(*(f"{how}_{value}" for value in values for how in ("mean", "min", "max")), "step_count")
+
+
+def per_step(frame: pl.DataFrame, keys: Sequence[str], values: Sequence[str], steps: pl.DataFrame) -> pl.DataFrame:
+    """Sums per key and step, told as mean, least and most over the steps.
+
+    Args:
+        frame: Rows with the `keys`, a column `step` (null outside all steps; such rows are left out) and `values`.
+        keys: What a row of the answer stands for.
+        values: Integer columns to add up, each named `something_ns`, `something_bytes` or `something_count`.
+        steps: Of `whole_steps`. A step in which a key does not occur counts as 0, because there it was not done. Of
+            several traces (`stacked`) the frame has the column `trace`, too, which is one of the keys.
+
+    Returns:
+        The keys, then for every value `mean_<value>` (Float64), `min_<value>` and `max_<value>` (Int64), and
+        `step_count` (steps in which the key occurs). Without whole steps: no rows.
+    """
+    if not steps.height:
+        return pl.DataFrame(schema={**{key: frame.schema[key] for key in keys}, **spread_schema(*values)})
+    inside = frame.join(steps, on=steps.columns[:-1], how="inner", maintain_order="left")
+    many = pl.col("many").first()
+    sums = inside.group_by(*keys, "step", maintain_order=True).agg(pl.col(values).sum().cast(pl.Int64), many)
+    everywhere = pl.len() == many
+    spread = sums.group_by(*keys, maintain_order=True).agg(
+        *(
+            statistic
+            for v in values
+            for statistic in (
+                pl.col(v).sum().alias(f"mean_{v}"),
+                pl.when(everywhere).then(pl.col(v).min()).otherwise(0).cast(pl.Int64).alias(f"min_{v}"),
+                pl.col(v).max().alias(f"max_{v}"),
+            )
+        ),
+        many,
+        step_count=pl.len().cast(pl.Int64),
+    )
+    by: int = steps["many"][0]
+    totals = [pl.col(f"mean_{v}") for v in values]
+    means = [divide_by_part(total, pl.col("many")) if TRACE in keys else total / by for total in totals]
+    spread = spread.with_columns(means)
+    spread.drop_in_place("many")
+    return spread

@@ -8,17 +8,17 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze.ancestry import forest
-from traceloom.analyze.classify import stepped_work
+from traceloom.analyze.autograd import ENGINE, recomputed
 from traceloom.analyze.kernel_kinds import kinds
-from traceloom.analyze.placed import PlacedCalls
-from traceloom.analyze.recompute import ENGINE, recomputed
-from traceloom.analyze.splitting import NO_STEP, split_at_steps
-from traceloom.analyze.stacked import TRACE, stacked, unstacked
-from traceloom.analyze.vocabulary import vocabulary
-from traceloom.array_types import Bools
-from traceloom.model import Trace
-from traceloom.model.arrays import lookup, nullable
-from traceloom.model.frames import schema
+from traceloom.analyze.kernel_rules import stepped_work
+from traceloom.analyze.names import vocabulary
+from traceloom.analyze.placed_calls import PlacedCalls
+from traceloom.analyze.steps import NO_STEP, split_at_steps
+from traceloom.trace.array_types import Bools
+from traceloom.trace.arrays import gather_rows, to_nullable_series
+from traceloom.trace.batch import TRACE, stacked, unstacked
+from traceloom.trace.frames import schema
+from traceloom.trace.trace import Trace
 
 MATRIX_KINDS = ("gemm", "attention", "convolution")
 MOST_UNMODELLED = 0.05
@@ -53,7 +53,7 @@ def utilisation(traces: Sequence[Trace], placed: Sequence[PlacedCalls]) -> list[
             long[pieces.source].with_columns(
                 pl.Series("start_ns", pieces.start_ns),
                 pl.Series("end_ns", pieces.end_ns),
-                nullable(step, pl.Int32, int(NO_STEP)).alias("step"),
+                to_nullable_series(step, pl.Int32, int(NO_STEP)).alias("step"),
                 pl.Series("ns", pieces.end_ns - pieces.start_ns),
             )
         )
@@ -89,7 +89,7 @@ def _repeated(trace: Trace, placed: PlacedCalls) -> tuple[Bools, str | None]:
     repeated = np.zeros(placed.calls.height, dtype=np.bool_)
     if again.evidence != "none":
         tree, position = forest(trace), placed.modelled.above[placed.calls["position"].to_numpy()]
-        near = tree.nearest_or_self(again.root | lookup(words.matching(ENGINE), words.code[tree.row]))
+        near = tree.nearest_or_self(again.root | gather_rows(words.matching(ENGINE), words.code[tree.row]))
         repeated = np.append(again.root, np.False_)[near[position]]
     unnumbered = trace.events["sequence"].null_count() == trace.events.height
     if words.matching(r"^CompiledFunctionBackward$").any():

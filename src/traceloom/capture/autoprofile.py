@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from urllib.parse import quote
 
-from traceloom.capture.distributed import place
-from traceloom.capture.messages import say_once
-from traceloom.service_address import ServiceAddress
+from traceloom.capture.distributed import rank_and_world
+from traceloom.capture.settings import say_once
+from traceloom.system.service_address import ServiceAddress
 
 _AHEAD_S = 60.0  # before the step, it is asked for: all hosts are to be ready by then
 _LOOK_S = 0.2
@@ -78,7 +78,7 @@ class Autoprofile:
             say_once("no-autoprofile", f"no trace of this job was asked for: {self.trouble}")
 
     def _ask_in_time(self) -> None:
-        rank = place()[0]
+        rank = rank_and_world()[0]
         if rank:  # the first one asks for all
             return
         if not self._job:

@@ -81,7 +81,7 @@ def module() -> Any | None:
     return distributed
 
 
-def place() -> tuple[int | None, int | None, int | None]:
+def rank_and_world() -> tuple[int | None, int | None, int | None]:
     """Rank, world size and local rank, as far as anything tells; (None, None, None) outside a job."""
     local = _number("LOCAL_RANK")
     distributed = module()
@@ -96,7 +96,7 @@ def place() -> tuple[int | None, int | None, int | None]:
 
 def job() -> str | None:
     """Names the job of this process: equal for its ranks, another for any other job; None for a process on its own."""
-    _, size, _ = place()
+    _, size, _ = rank_and_world()
     names = {variable: os.environ[variable] for variable in _JOB_VARIABLES if os.environ.get(variable)}
     if size is None or (size == 1 and _LAUNCH not in names):
         return None

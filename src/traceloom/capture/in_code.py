@@ -10,11 +10,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from traceloom.capture import lock, manifest, writing
-from traceloom.capture.inject import attach, current, torch_is_new_enough
-from traceloom.capture.lock import Lock
-from traceloom.capture.messages import say, say_once
-from traceloom.capture.settings import Settings, check_times, parse_steps
+from traceloom.capture import manifest, writing
+from traceloom.capture import writing as lock
+from traceloom.capture.attach import attach, current, torch_is_new_enough
+from traceloom.capture.settings import Settings, check_times, parse_steps, say, say_once
+from traceloom.capture.writing import Lock
 from traceloom.errors import CaptureError, OutputError
 
 
@@ -55,10 +55,10 @@ class Recording:
             return self
         if not torch_is_new_enough():
             return self
-        from traceloom.capture.distributed import place
+        from traceloom.capture.distributed import rank_and_world
 
         # Claim the directory for this rank. An earlier capture in it stays until the new one is whole.
-        rank, _, _ = place()
+        rank, _, _ = rank_and_world()
         notes = self.path / writing.NOTES
         if not self._force and (self.path / f"rank{rank or 0}.{manifest.NAME}").exists():
             raise OutputError(
@@ -106,7 +106,7 @@ class Recording:
             in_place = made == self.path
             try:
                 if not in_place and not storage.moved:
-                    manifest.adopt(made, self.path, self._old, {}, storage.stem())
+                    manifest.replace_capture(made, self.path, self._old, {}, storage.stem())
                     in_place = True
             except (OSError, ValueError) as problem:
                 say(f"the parts of the capture could not be put together: {problem} [not-merged]")
@@ -122,7 +122,7 @@ class Recording:
             if not any(notes.glob(f"{lock.NAME}*")):
                 made = notes / "new"
                 if made.is_dir() and manifest.parts(made):
-                    kept = manifest.set_apart(made, self.path)
+                    kept = manifest.set_aside_incomplete(made, self.path)
                     say(f"the capture in `{self.path}` stays; the unfinished one is in `{kept}` [kept-beside]")
                 manifest.clear_notes(self.path)
                 notes.rmdir()

@@ -1,4 +1,7 @@
-"""Running PyTorch's own recorders: Kineto for the timed part, Kineto and the host observer for the graph step.
+"""Runs Kineto and the host observer; hides their log lines; keeps the compiler out.
+
+Their lines come from C++ straight to descriptor 2. While we start or stop them, that descriptor leads to a temporary
+file; what is not theirs is passed on at once afterwards.
 
 A recorder of every thread can be stopped by any of them. The state of the other kind belongs to the thread that starts
 it, and only that thread may stop it (another one would crash).
@@ -10,36 +13,92 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import sys
+import tempfile
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._C._profiler import _ExperimentalConfig, _remove_execution_trace_observer
 from torch.profiler import ExecutionTraceObserver, ProfilerActivity, supported_activities
 from torch.profiler.profiler import _KinetoProfile
 
-from traceloom.capture import crossing
-from traceloom.capture.compiler import never_traced
+from traceloom.capture import observer_safety
+from traceloom.capture.observer_safety import _ours
 from traceloom.capture.settings import Settings
-from traceloom.capture.silence import their_lines_hidden
 
-_ours = threading.local()
+_F = TypeVar("_F", bound=Callable[..., Any])
+_frames: Any = torch._C._dynamo.eval_frame
+# Older versions can skip a frame, but not what it calls; there tracing is switched off and on around our work.
+pause: Callable[[None], Any] | None = None if hasattr(_frames, "set_code_exec_strategy") else _frames.set_eval_frame
+
+
+def never_compiled(function: _F) -> _F:
+    """Let torch.compile call this function as it is, without importing the compiler."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # never inlined into compiled code
+    return never_traced(function)
+
+
+def never_traced(function: _F) -> _F:
+    """Let the frame of this function, and what it calls, run in plain Python."""
+    if pause is None:
+        skip = _frames._FrameAction.SKIP
+        _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(skip, skip))
+    else:
+        _frames.skip_code(function.__code__)
+    return function
+
+
+_THEIRS = re.compile(
+    rb"^(USDT:|STAGE:|INFO:|WARNING:|ERROR:|\w* ?\[?[\w-]*.{0,80})"
+    rb".*(ActivityProfiler|SyncActivityProfilerHandler|execution_trace_observer|Execution ?Trace ?Observer|"
+    rb"Kineto|kineto|CuptiActivity|profiler_start|profiler_stop|Memory block of unknown size was allocated before|"
+    rb"External init callback must run in same thread|DeviceProperties\.cpp)"
+)
+
+
+@contextlib.contextmanager
+def suppress_log_lines() -> Iterator[None]:
+    """Run a block in which libkineto's and the observer's lines do not reach standard error."""
+    try:
+        sys.stderr.flush()
+        kept = os.dup(2)
+    except (OSError, AttributeError, ValueError):
+        yield  # no standard error: nothing to keep from anyone
+        return
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, kept)
+        try:
+            lines = stack.enter_context(tempfile.TemporaryFile())
+        except OSError:
+            yield  # nowhere to collect the lines: let them through
+            return
+        os.dup2(lines.fileno(), 2)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError, AttributeError, ValueError):
+                sys.stderr.flush()
+            os.dup2(kept, 2)
+            lines.seek(0)
+            others = b"".join(line for line in lines if not _THEIRS.match(line))
+            if others:
+                with contextlib.suppress(OSError):
+                    os.write(2, others)
+
+
 _OPTIONS = _ExperimentalConfig.__init__.__doc__ or ""  # those that this PyTorch has, as `name: type`
-
-
-def ours() -> bool:
-    """Whether this thread is starting or stopping our own recorder just now."""
-    return getattr(_ours, "active", False)
 
 
 class _Ours:
     """Marks a block as ours and hides what C++ has to say about it."""
 
     def __enter__(self) -> None:
-        self._hidden = their_lines_hidden()
+        self._hidden = suppress_log_lines()
         self._hidden.__enter__()
         _ours.active = True
 
@@ -146,8 +205,8 @@ class Kineto:
             if self.every_thread:
                 # Other threads may be at work; none of them may just be writing into what is freed now.
                 torch._C._autograd._toggle_collection_dynamic(False, {ProfilerActivity.CPU})
-                crossing.settle()
-            crossing.stopping(every_thread=self.every_thread)
+                observer_safety.wait_for_other_threads()
+            observer_safety.stopping(every_thread=self.every_thread)
             if not self._told_of_job:
                 # Without this the trace of a window that began before init_process_group would have no rank.
                 info = self._profile._get_distributed_info()
@@ -233,7 +292,7 @@ class GraphStepRecorder:
         self._kineto.stop()
         with _Ours():
             self._observer.stop()
-            crossing.settle()  # it records all threads, and is freed when it is removed
+            observer_safety.wait_for_other_threads()  # it records all threads, and is freed when it is removed
             self._observer.unregister_callback()
 
     def save(self, path: Path) -> None:

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import traceloom
-from traceloom.capture import lock, manifest, writing
-from traceloom.capture.lock import Lock
+from traceloom.capture import manifest, writing
+from traceloom.capture import writing as lock
 from traceloom.capture.settings import VARIABLE, Settings
+from traceloom.capture.writing import Lock
 from traceloom.errors import OutputError, UsageError
-from traceloom.leaving import undone_on_leaving
+from traceloom.system.process import clean_up_on_exit
 
 _HOME = Path(traceloom.__file__).resolve().parent
 _HOOK = _HOME / "capture" / "hook"
@@ -42,7 +43,7 @@ class Launch:
         self._ends: list[dict[str, Any]] = []
         self._remarks: list[str] = []
         self._until_cleaned = contextlib.ExitStack()
-        self._until_cleaned.enter_context(undone_on_leaving(self._clean))
+        self._until_cleaned.enter_context(clean_up_on_exit(self._clean))
         # Claim the directory. An earlier capture in it stays until the new one is whole, which is made beside it.
         directory = self._directory
         notes = directory / writing.NOTES
@@ -173,7 +174,7 @@ class Launch:
             if complete:
                 self._described = describe(ranks)
             if complete and self._place != self._directory:
-                manifest.adopt(self._place, self._directory, self._old, run)
+                manifest.replace_capture(self._place, self._directory, self._old, run)
         except (OSError, ValueError, KeyError, TypeError) as error:
             self._remarks.append(f"the parts of the capture could not be put together: {error} [not-merged]")
             complete, self._described = False, ""
@@ -182,7 +183,7 @@ class Launch:
 
     def _keep(self, made: Path) -> None:
         """Put what is not to replace the earlier capture where it can be found."""
-        where = manifest.set_apart(made, self._directory)
+        where = manifest.set_aside_incomplete(made, self._directory)
         sentence = f"the capture in `{self._directory}` stays; the unfinished one is in `{where}`"
         self._remarks.append(f"{sentence} [kept-beside]")
 

@@ -1,4 +1,7 @@
-"""`capture.json`: what was recorded. Each process writes its own part, then all parts are merged.
+"""Capture.json: parts of processes, merged; host and versions; kernel sources.
+
+A host trace names the file of each kernel's source and not where it lies; PyTorch's profiler, which runs meanwhile,
+writes the whole path. PyTorch's own list (`PyCodeCache.modules`) lacks the kernels that its worker processes compiled.
 
 The format is described in docs/reference/capture-json.md.
 """
@@ -11,14 +14,88 @@ import math
 import re
 import shutil
 import statistics
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import traceloom
-from traceloom.capture import lock
-from traceloom.capture.kernel_sources import FILE_NAME, FOLDER
+from traceloom.capture import writing
 from traceloom.capture.steps import Mark, StepLog
 from traceloom.capture.writing import NOTES, write_json
+
+FOLDER = ".host_resources"  # behind the name of a process: where PyTorch's observer would leave them
+FILE_NAME = re.compile(r"\w[\w-]*\.py")
+MOST_BYTES = 1 << 20  # of a source; a plan reads no longer one
+MOST_TOGETHER = 1 << 26
+_PIECE = 1 << 20
+_LONGEST = 4096  # of a path
+_NAMED = re.compile(rb'"kernel_file": ?("(?:[^"\\\n]|\\.){1,%d}")' % _LONGEST)
+
+
+@dataclass
+class KernelSources:
+    """What was copied.
+
+    Attributes:
+        files: Names in the folder.
+        left_out: Of those that were not copied the name and why.
+    """
+
+    files: list[str] = field(default_factory=list)
+    left_out: list[tuple[str, str]] = field(default_factory=list)
+
+
+def copy_sources(trace: Path, folder: Path) -> KernelSources:
+    """Copy the sources that a trace of Kineto in plain JSON names into a folder, which is made where there are any.
+
+    Raises:
+        OSError: The trace cannot be read, or the folder not be written.
+    """
+    out, left = KernelSources(), MOST_TOGETHER
+    for path in sorted(_named(trace)):
+        if path.suffix != ".py":  # none is stated, or it is no module of Python
+            continue
+        if not FILE_NAME.fullmatch(path.name) or path.name in out.files:
+            out.left_out.append((path.name, "no name for a file of its own"))
+            continue
+        most = min(MOST_BYTES, left)
+        try:
+            if not path.is_file():
+                out.left_out.append((path.name, "there is no such file any more"))
+                continue
+            with path.open("rb") as file:
+                text = file.read(most + 1)
+        except OSError as error:
+            out.left_out.append((path.name, error.strerror or str(error)))
+            continue
+        if len(text) > most:
+            out.left_out.append((path.name, "too large"))
+            continue
+        folder.mkdir(exist_ok=True)
+        with writing.write_atomically(folder / path.name) as temporary:
+            temporary.write_bytes(text)
+        left -= len(text)
+        out.files.append(path.name)
+    return out
+
+
+def _named(trace: Path) -> set[Path]:
+    """The paths of sources in a trace, read piece by piece: it may be long."""
+    texts: set[bytes] = set()
+    rest = b""
+    with trace.open("rb") as file:
+        while piece := file.read(_PIECE):
+            text = rest + piece
+            texts.update(_NAMED.findall(text))
+            rest = text[-2 * _LONGEST :]
+    paths = set()
+    for text in texts:
+        try:
+            paths.add(Path(json.loads(text)))
+        except ValueError:  # noqa: PERF203  (there are few; no JSON: PyTorch escapes little)
+            continue
+    return paths
+
 
 FORMAT = "traceloom-capture"
 VERSION = 1
@@ -129,7 +206,7 @@ def remove(directory: Path, name: str) -> None:
             path.parent.rmdir()
 
 
-def adopt(made: Path, directory: Path, old: dict[str, int], run: dict[str, Any], stem: str = "") -> None:
+def replace_capture(made: Path, directory: Path, old: dict[str, int], run: dict[str, Any], stem: str = "") -> None:
     """Put the files of a whole capture into the place of an earlier one.
 
     Args:
@@ -153,7 +230,7 @@ def adopt(made: Path, directory: Path, old: dict[str, int], run: dict[str, Any],
     merge(directory, run)
 
 
-def set_apart(made: Path, directory: Path) -> Path:
+def set_aside_incomplete(made: Path, directory: Path) -> Path:
     """Put what is not whole, and so does not replace the capture in a directory, where it can be found: beside it.
 
     Raises:
@@ -173,7 +250,7 @@ def clear_notes(directory: Path) -> None:
         for path in notes.iterdir():
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
-            elif not path.name.startswith(lock.NAME):
+            elif not path.name.startswith(writing.NAME):
                 path.unlink()
 
 

@@ -10,7 +10,7 @@ import threading
 import time
 from array import array
 
-from traceloom.capture import crossing
+from traceloom.capture import observer_safety
 
 EVERY_SECONDS = 0.02
 
@@ -54,7 +54,7 @@ class ThreadTimes:
             native = thread.native_id
             if native is None or thread.name.startswith("traceloom-"):
                 continue
-            ran = crossing.run_ns(f"/proc/self/task/{native}")
+            ran = observer_safety.run_ns(f"/proc/self/task/{native}")
             if ran is not None:
                 self._threads.append(native)
                 self._times.append(time.time_ns())

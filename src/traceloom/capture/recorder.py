@@ -19,18 +19,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from traceloom.capture import crossing, distributed, kineto, out_of_memory
-from traceloom.capture.census import census
-from traceloom.capture.checkpoints import CheckpointMarks
-from traceloom.capture.compiler import never_traced, pause
-from traceloom.capture.messages import say_once
-from traceloom.capture.module_scopes import ModuleScopes
-from traceloom.capture.moments import on_main_thread, on_main_thread_later
+from traceloom.capture import distributed, kineto, memory, observer_safety
+from traceloom.capture.kineto import never_traced, pause
+from traceloom.capture.main_thread import on_main_thread, on_main_thread_later
+from traceloom.capture.memory import census
+from traceloom.capture.modules import CheckpointMarks, ModuleScopes
+from traceloom.capture.output import CaptureOutput, FallbackTrace
 from traceloom.capture.plan import Action, Phase, RecordingPlan
 from traceloom.capture.processor_time import ThreadTimes
-from traceloom.capture.settings import Settings
+from traceloom.capture.settings import Settings, say_once
 from traceloom.capture.steps import Instant, Mark, StepClock, StepLog, Tick
-from traceloom.capture.storage import HeldTrace, Storage
 
 # Leaving the optimizer's annotation takes about ten events, a backward pass those of its hooks. Who needs more stays.
 EVENTS_TO_LEAVE = 100_000
@@ -53,7 +51,7 @@ class RecordedWindow:
     stacks: bool = False
     shapes: bool = False
     called: bool = False  # it began with, or after, the first module call or optimizer step
-    held: HeldTrace | None = None
+    held: FallbackTrace | None = None
     end_step: int = 0
     end_ns: int = 0
     times: ThreadTimes = field(default_factory=ThreadTimes)
@@ -63,7 +61,7 @@ class RecordedWindow:
     last_census: dict[str, list[Any]] | None = None
 
 
-def harmless(method: _F) -> _F:
+def never_raise(method: _F) -> _F:
     """Whatever goes wrong in here must not reach the user's program."""
 
     @functools.wraps(method)
@@ -86,7 +84,7 @@ def harmless(method: _F) -> _F:
     return never_traced(guarded)  # type: ignore[return-value]
 
 
-class _AtWork:
+class _WorkLock:
     """One thread at a time: steps may end on one while a moment in time comes on another one.
 
     A signal is answered by the main thread in the middle of whatever it does; what has to wait for the end of that is
@@ -127,7 +125,7 @@ class Recorder:
         self.settings = settings
         self.pid = os.getpid()
         self.broken = False
-        self._at_work = _AtWork()
+        self._at_work = _WorkLock()
         self.used_torch = False  # a module was called or an optimizer made a step, not merely torch imported
         self._called = False
         self._began = False
@@ -135,7 +133,7 @@ class Recorder:
         self.plan = RecordingPlan(settings, now, self._may_cross)
         self.clock = StepClock()
         self.log = StepLog(Instant.now())
-        self.storage = Storage(settings, self.log, self.clock)
+        self.storage = CaptureOutput(settings, self.log, self.clock)
         self.graph: kineto.GraphStepRecorder | None = None
         self.attachment: Any = None
         self.deadline_changed: Callable[[], None] = lambda: None
@@ -155,12 +153,12 @@ class Recorder:
 
     # ---- what happens in the program
 
-    @harmless
+    @never_raise
     def torch_imported(self) -> None:
         """The process can use torch from now on, and recording needs no device that it does not use."""
         self._turn(self.plan.torch_imported(time.monotonic()), between_steps=self.log.number == 0)
 
-    @harmless
+    @never_raise
     def first_call(self) -> None:
         """The process calls a module, makes an optimizer step or enters a recorded block for the first time."""
         self._called = True
@@ -172,36 +170,36 @@ class Recorder:
                 kineto.mark(0)
         self._turn(actions, between_steps=self.log.number == 0)
 
-    @harmless
+    @never_raise
     def optimizer_stepped(self, optimizer: Any, frame: Any = None) -> None:
         """An optimizer has made a step; `frame` is the one in which PyTorch's annotation of that step is open."""
         self.used_torch = True
         self._boundary(self.clock.optimizer_stepped(optimizer), frame)
 
-    @harmless
+    @never_raise
     def backward_ended(self) -> None:
         """A backward pass is over, in a program without an optimizer."""
         self.used_torch = True
         self._boundary(self.clock.backward_ended(), None)
 
-    @harmless
+    @never_raise
     def step_called(self) -> None:
         """`traceloom.step()`."""
         self.used_torch = True
         self._boundary(self.clock.called(), None)
 
-    @harmless
+    @never_raise
     def profiler_stepped(self) -> None:
         """The user's profiler is about to make a step."""
         self._boundary(self.clock.profiler_stepped(), None)
 
-    @harmless
+    @never_raise
     def profiler_has_stepped(self) -> None:
         """The user's profiler has made its step: what it did there belongs to no step."""
         if self.clock.source == "profiler" and not self.plan.recording:
             self.log.begin(Instant.now())
 
-    @harmless
+    @never_raise
     def foreign_profiler(self, with_stack: bool) -> None:
         """The user's profiler is about to start; one with stacks would show whatever of ours runs meanwhile."""
         actions = self.plan.foreign_profiler()
@@ -212,13 +210,13 @@ class Recorder:
             self.storage.rest()
             self.attachment.suspend()
 
-    @harmless
+    @never_raise
     def foreign_profiler_ended(self) -> None:
         """The user's profiler has stopped."""
         self.attachment.resume()
         self._turn(self.plan.foreign_profiler_ended(time.monotonic()), between_steps=False)
 
-    @harmless
+    @never_raise
     def tick(self) -> None:
         """Some time has passed; called on the main thread."""
         actions = self.plan.at_time(time.monotonic())
@@ -228,14 +226,14 @@ class Recorder:
             enough = held is not None and held.operators >= ENOUGH_OPERATORS
             self._turn(self.plan.held(time.monotonic(), enough=enough), between_steps=False)
 
-    @harmless
+    @never_raise
     def finish(self, reason: str, error: BaseException | None = None) -> None:
         """The process or the recording ends, with `error` if it ends by one: keep what there is. Runs once."""
         if self._finished:
             return
         self._finished = True
-        error = error or out_of_memory.last_error()
-        if self.settings.memory and error is not None and out_of_memory.is_out_of_memory(error):
+        error = error or memory.last_error()
+        if self.settings.memory and error is not None and memory.is_out_of_memory(error):
             self.storage.keep_out_of_memory(error, self.log.number)
         self._turn(self.plan.finish(), between_steps=False)
         held, before = self._held, self._before
@@ -250,7 +248,7 @@ class Recorder:
         self.storage.finish(reason, used_torch=self.used_torch, began=self._began)
         self.storage.history.end()
 
-    @harmless
+    @never_raise
     def abandon(self) -> None:
         """This process turns out to be none that should be recorded: stop, and leave nothing behind."""
         self._finished = True
@@ -298,7 +296,7 @@ class Recorder:
         if not actions and not self.plan.recording:
             return
         # Cross to the next step where nothing of PyTorch is open around us: no annotation, no backward pass.
-        frame = crossing.outermost_of_torch() or frame if actions else frame
+        frame = observer_safety.outermost_of_torch() or frame if actions else frame
         stacks = self.settings.stacks and Action.START in actions
         if self._window is None or not self._window.stacks:
             after_annotation(frame, lambda: self._cross(number, actions), outside=stacks)
@@ -310,7 +308,7 @@ class Recorder:
         if starting:
             after_annotation(frame, lambda: self._cross(number, starting), outside=stacks)
 
-    @harmless
+    @never_raise
     def _cross(self, number: int, actions: list[Action]) -> None:
         """The work between two steps; the next step begins after it."""
         if self._finished:  # it had been put off, and the program has ended in the meantime
@@ -372,13 +370,13 @@ class Recorder:
 
     def _may_cross(self) -> bool:
         """Whether one recorder of the timed part can end and the next one begin, as soon as PyTorch is left."""
-        soon = None if sys.getprofile() is not None else crossing.outermost_of_torch()
-        with crossing.left(soon):
-            return crossing.nothing_is_open(every_thread=True in kineto.kinds(self.settings))
+        soon = None if sys.getprofile() is not None else observer_safety.outermost_of_torch()
+        with observer_safety.assume_frame_left(soon):
+            return observer_safety.nothing_is_open(every_thread=True in kineto.kinds(self.settings))
 
     def _start(self, *, between_steps: bool) -> bool:
         settings = self.settings
-        kinds = [kind for kind in kineto.kinds(settings) if crossing.may_begin(every_thread=kind)]
+        kinds = [kind for kind in kineto.kinds(settings) if observer_safety.is_safe_to_start(every_thread=kind)]
         if not kinds:
             return False
         kind = "early" if self.plan.phase is Phase.EARLY else "steps"
@@ -479,7 +477,7 @@ class Recorder:
     def _start_graph(self) -> bool:
         # Not of the window's kind, whose annotations may still be open, where there is another one.
         every = sorted(kineto.kinds(replace(self.settings, memory=False)), reverse=not self._every_thread)
-        kinds = [kind for kind in every if crossing.may_begin(every_thread=kind)]
+        kinds = [kind for kind in every if observer_safety.is_safe_to_start(every_thread=kind)]
         if not kinds:
             return False
         self._graph_step = self.log.number
@@ -556,7 +554,7 @@ def after_annotation(frame: Any, call: Callable[[], None], *, outside: bool = Fa
         # Python may well begin within the hook what it was told to do soon, or in the midst of what comes next.
         nonlocal attempts
         attempts += 1
-        if not (inside or crossing.outermost_of_torch() is not None):
+        if not (inside or observer_safety.outermost_of_torch() is not None):
             call()
         elif attempts > ATTEMPTS:
             on_main_thread_later(call)
@@ -570,7 +568,7 @@ def after_annotation(frame: Any, call: Callable[[], None], *, outside: bool = Fa
         if left or events > EVENTS_TO_LEAVE:
             sys.setprofile(None)
             if not (outside and soon()):
-                with crossing.left(frame if where is frame and event == "return" else None):
+                with observer_safety.assume_frame_left(frame if where is frame and event == "return" else None):
                     call()
             inside = False  # last, with nothing called after it
 

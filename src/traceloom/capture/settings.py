@@ -1,16 +1,19 @@
-"""What to record: the options of `traceloom record` and of `traceloom.record`, as one value.
+"""Options of recording; what it says to the user.
 
 The settings travel to the recorded processes as JSON in one environment variable, `TRACELOOM_RECORD`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from traceloom.errors import UsageError, other_version
+from traceloom.system.sanitize import sanitize
 
 VARIABLE = "TRACELOOM_RECORD"
 VERSION = 1  # of what it holds
@@ -160,3 +163,19 @@ def check_times(after: float | None, duration: float | None, steps: object) -> N
             raise UsageError(f"`{name}` must be a number of seconds from 0 on, got {value}", slug="bad-time")
     if duration == 0:
         raise UsageError("a window of 0 seconds holds nothing", slug="bad-time")
+
+
+_said: set[str] = set()
+
+
+def say(text: str) -> None:
+    """Print one line; a closed or missing standard error must not hurt the user's program."""
+    with contextlib.suppress(Exception):
+        print(f"traceloom: {sanitize(text)}", file=sys.stderr, flush=True)  # noqa: T201
+
+
+def say_once(slug: str, text: str) -> None:
+    """Print a line at most once in this process."""
+    if slug not in _said:
+        _said.add(slug)
+        say(f"{text} [{slug}]")

@@ -1,4 +1,4 @@
-"""Files of a capture: written beside the steps, whole or not at all, never over one another.
+"""Files written next to the steps, whole or not at all; the lock of the directory.
 
 A trace is first exported as plain JSON between two steps, then compressed by a thread of low priority, then renamed.
 Where the directory is full or forbidden, the trace goes to the temporary directory, and the user is told.
@@ -12,6 +12,7 @@ import json
 import os
 import queue
 import shutil
+import socket
 import sys
 import tempfile
 import threading
@@ -20,14 +21,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from traceloom.capture.messages import say, say_once
+from traceloom.capture.settings import say, say_once
+from traceloom.errors import OutputError
 
 GZIP_LEVEL = 3
 _PIECE = 1 << 20
 NOTES = ".recording"  # directory of claims and diagnoses, removed at the end
 
 
-def claim(directory: Path, rank: int | None, *, is_child: bool = False) -> str:
+def claim_name(directory: Path, rank: int | None, *, is_child: bool = False) -> str:
     """Take a name for this process's files that no other process has taken.
 
     `rank<N>`; a second process of the same rank (a restart) becomes `rank<N>-pid<P>`. Of the processes without a rank
@@ -45,7 +47,7 @@ def claim(directory: Path, rank: int | None, *, is_child: bool = False) -> str:
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def write_atomically(path: Path) -> Iterator[Path]:
     """Give a temporary file that becomes `path` at the end of the block; where that fails, nothing is left behind."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -62,7 +64,7 @@ def write_json(path: Path, value: Any) -> None:
     Raises:
         OSError: It could not be written; nothing is left behind.
     """
-    with replacing(path) as temporary:
+    with write_atomically(path) as temporary:
         temporary.write_text(json.dumps(value, separators=(",", ":")) + "\n", encoding="utf-8")
 
 
@@ -130,7 +132,7 @@ class CaptureFolders:
             target = folder / (plain.name + ".gz")
             try:
                 with (
-                    replacing(target) as temporary,
+                    write_atomically(target) as temporary,
                     plain.open("rb") as source,
                     gzip.open(temporary, "wb", compresslevel=GZIP_LEVEL) as sink,
                 ):
@@ -217,3 +219,85 @@ class BackgroundWriter:
             with self._idle:
                 self._pending -= 1
                 self._idle.notify_all()
+
+
+if sys.platform != "win32":
+    import fcntl
+
+NAME = "lock"
+
+
+class Lock:
+    """One recording's claim to a directory.
+
+    Args:
+        path: The lock's file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._handle: int | None = None
+        self._process = os.getpid()
+
+    @property
+    def held(self) -> bool:
+        """Whether this process has it."""
+        return self._handle is not None and self._process == os.getpid()
+
+    def take(self) -> None:
+        """Take it; a lock whose holder is gone is free.
+
+        Raises:
+            OutputError: slug `being-recorded`.
+            OSError: There can be no such file.
+        """
+        while self._handle is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            handle = os.open(self._path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
+            is_free = True
+            if sys.platform != "win32":
+                try:
+                    fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError as error:  # where a file system has no locks, nobody holds one
+                    is_free = not isinstance(error, (BlockingIOError, PermissionError))
+            if not is_free:
+                holder = ""
+                with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # it is being written just now
+                    about = json.loads(os.read(handle, 1000))
+                    holder = f" (process {int(about['process'])} on {about['host']})"
+                os.close(handle)
+                raise OutputError(
+                    f"another recording into this directory is running{holder}",
+                    slug="being-recorded",
+                    where=str(self._path.parent.parent),
+                    hint="wait for its end, or choose another directory",
+                )
+            with contextlib.suppress(OSError):  # its last holder may have removed it just now: then it is none any more
+                if os.path.samestat(self._path.stat(), os.fstat(handle)):
+                    os.truncate(handle, 0)
+                    os.write(handle, json.dumps({"process": os.getpid(), "host": socket.gethostname()}).encode())
+                    self._handle = handle
+                    return
+            os.close(handle)
+
+    def release(self) -> None:
+        """Give it back."""
+        if self.held:  # not of a fork, which does not hold what its parent does
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            os.close(handle)
+
+
+def check_free(notes: Path, pattern: str) -> None:
+    """Refuse where one of these locks is held; those whose holders are gone are removed.
+
+    Raises:
+        OutputError: slug `being-recorded`.
+    """
+    for path in notes.glob(pattern):
+        other = Lock(path)
+        with contextlib.suppress(OSError):  # gone meanwhile
+            other.take()
+        other.release()

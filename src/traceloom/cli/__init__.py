@@ -19,9 +19,9 @@ from typing import NoReturn, Protocol, cast
 
 from traceloom import __version__
 from traceloom.errors import DOCUMENTATION, InputError, OutputError, TraceloomError, UsageError, nearest
-from traceloom.files import with_addresses
-from traceloom.harmless import harmless
-from traceloom.leaving import INTERRUPTED
+from traceloom.system.files import restore_addresses
+from traceloom.system.process import INTERRUPTED
+from traceloom.system.sanitize import sanitize
 
 NOBODY_READS = 141
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -150,12 +150,12 @@ def parser(names: Sequence[str] = tuple(VERBS)) -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit code. A traceback is shown only with `--debug`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    debug = "--debug" in _ours(arguments)
+    debug = "--debug" in _own_arguments(arguments)
     try:
         code = _dispatch(arguments)
         sys.stdout.flush()
     except TraceloomError as error:
-        _tell(error, debug=debug)
+        _print_error(error, debug=debug)
         return error.exit_code
     except KeyboardInterrupt:
         print("traceloom: interrupted", file=sys.stderr)
@@ -165,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return NOBODY_READS
     except OSError as error:
-        _tell(_of_system(error), debug=debug, cause=error)
+        _print_error(_from_os_error(error), debug=debug, cause=error)
         return OutputError.exit_code
     except Exception as error:  # noqa: BLE001  (the last line of defence: a sentence, not a traceback)
         defect = TraceloomError(
@@ -173,12 +173,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             slug="internal-error",
             hint="please report it with the traceback that --debug shows",
         )
-        _tell(defect, debug=debug, cause=error)
+        _print_error(defect, debug=debug, cause=error)
         return 1
     return code
 
 
-def _ours(arguments: list[str]) -> list[str]:
+def _own_arguments(arguments: list[str]) -> list[str]:
     """The arguments before `--`: what follows belongs to the recorded program."""
     return arguments[: arguments.index("--")] if "--" in arguments else arguments
 
@@ -197,10 +197,10 @@ def _dispatch(arguments: list[str]) -> int:
     if first != "record":  # which hands its environment to the user's program
         # Before NumPy is loaded: it would start threads for linear algebra, which nobody here does, and wait for them.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    program = arguments[len(_ours(arguments)) :]
+    program = arguments[len(_own_arguments(arguments)) :]
     try:
         whole = parser([first])
-        args, unknown = whole.parse_known_args([a for a in _ours(arguments) if a != "--debug"] + program)
+        args, unknown = whole.parse_known_args([a for a in _own_arguments(arguments) if a != "--debug"] + program)
     except SystemExit as stop:  # argparse leaves this way after --help
         return int(stop.code or 0)
     if unknown:
@@ -212,7 +212,7 @@ def _dispatch(arguments: list[str]) -> int:
     from traceloom.cli import outputs
 
     outputs.fetch(args)
-    with outputs.guarded(args):
+    with outputs.protect_inputs(args):
         return verb(first).run(args)
 
 
@@ -226,7 +226,7 @@ def actions(some: argparse.ArgumentParser) -> Iterator[argparse.Action]:
             yield action
 
 
-def _of_system(error: OSError) -> TraceloomError:
+def _from_os_error(error: OSError) -> TraceloomError:
     """An error of the operating system: reading a file, a directory or a disk, or writing standard output."""
     reason = (error.strerror or str(error)).lower()
     if error.filename is not None:
@@ -246,13 +246,13 @@ def _of_system(error: OSError) -> TraceloomError:
     return OutputError(message, slug="cannot-write", hint="make room there, or write a file with -o")
 
 
-def _tell(error: TraceloomError, *, debug: bool, cause: Exception | None = None) -> None:
+def _print_error(error: TraceloomError, *, debug: bool, cause: Exception | None = None) -> None:
     """The error in one sentence, its remedy, and where more is written about it."""
     if debug:
         traceback.print_exception(cause or error)
     where = f" ({error.where})" if error.where else ""
-    print(f"traceloom: {harmless(with_addresses(error.message + where))}", file=sys.stderr)
+    print(f"traceloom: {sanitize(restore_addresses(error.message + where))}", file=sys.stderr)
     if error.hint:
-        print(f"hint: {harmless(with_addresses(error.hint))}", file=sys.stderr)
+        print(f"hint: {sanitize(restore_addresses(error.hint))}", file=sys.stderr)
     page = f"{DOCUMENTATION}/reference/messages/#{error.slug}"
     print(f"see traceloom explain {error.slug}, or {page}", file=sys.stderr)

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from traceloom.cli import options as types
-from traceloom.cli.verb_actions import VerbAction, VerbOption, add_actions, declaring
+from traceloom.cli.options import VerbAction, VerbOption, add_actions, declaring
 from traceloom.errors import InputError, UsageError
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from traceloom.agent.client import AgentClient
     from traceloom.agent.config import Config, Locations
+    from traceloom.server.client import AgentClient
 
 T = TypeVar("T")
 DESCRIPTION = (
@@ -141,7 +141,7 @@ def _socket(args: argparse.Namespace) -> Path:
 
 def client_of(args: argparse.Namespace) -> AgentClient:
     """Asks the agent that is named, else the user's own or root's."""
-    from traceloom.agent.client import AgentClient
+    from traceloom.server.client import AgentClient
 
     return AgentClient(_socket(args))
 
@@ -214,8 +214,9 @@ def _run(args: argparse.Namespace) -> int:
 
 def _answer(args: argparse.Namespace) -> int:
     """What the agent answers where route, action and view have one name."""
-    from traceloom.agent.http.answers import HangsAnswer, HttpAnswer, StatusAnswer, TriggersAnswer
+    from traceloom.agent.api import HangsAnswer, StatusAnswer, TriggersAnswer
     from traceloom.cli import agent_views as views
+    from traceloom.server.problem import HttpAnswer
 
     rendered: dict[str, tuple[type[HttpAnswer], Callable[[Any, int], Iterator[Text]]]] = {
         "status": (StatusAnswer, views.status),
@@ -243,7 +244,7 @@ def _read(answer: Any, kind: type[T]) -> T:
 
 
 def _processes(args: argparse.Namespace) -> int:
-    from traceloom.agent.http import answers as forms
+    from traceloom.agent import api as forms
     from traceloom.cli import agent_views as views
 
     client = client_of(args)
@@ -269,8 +270,8 @@ def _top(args: argparse.Namespace) -> int:
     from rich.text import Text
 
     from traceloom.cli import agent_views as views
-    from traceloom.harmless import steering
     from traceloom.report.views import terminal
+    from traceloom.system.sanitize import unsanitized
 
     client = client_of(args)
     live = not (args.once or args.json) and sys.stdout.isatty()
@@ -297,7 +298,7 @@ def _top(args: argparse.Namespace) -> int:
         else:
             read = _read(picture, views.HostPicture)
             if live:
-                steering(sys.stdout).write("\x1b[H\x1b[2J")
+                unsanitized(sys.stdout).write("\x1b[H\x1b[2J")
             terminal.put(drawn, sys.stdout)
         sys.stdout.flush()
         if args.once:
@@ -306,8 +307,8 @@ def _top(args: argparse.Namespace) -> int:
 
 
 def _query(args: argparse.Namespace) -> int:
-    from traceloom.agent.http import answers as forms
-    from traceloom.agent.query import plain_name
+    from traceloom.agent import api as forms
+    from traceloom.agent.history import plain_name
     from traceloom.cli import agent_views as views
 
     if args.metric is None:
@@ -341,7 +342,7 @@ def _with_zone(text: str) -> str:
 
 
 def _events(args: argparse.Namespace) -> int:
-    from traceloom.agent.http import answers as forms
+    from traceloom.agent import api as forms
     from traceloom.cli import agent_views as views
 
     happened = _happened(client_of(args), args, _with_zone(args.since))
@@ -359,7 +360,7 @@ def _happened(client: AgentClient, args: argparse.Namespace, since: str, kind: s
 
 
 def _learn(args: argparse.Namespace) -> int:
-    from traceloom.agent.http import answers as forms
+    from traceloom.agent import api as forms
     from traceloom.cli import agent_views as views
 
     client = client_of(args)
@@ -383,7 +384,7 @@ def _job(args: argparse.Namespace, client: AgentClient) -> str:
 
 
 def _stacks(args: argparse.Namespace) -> int:
-    from traceloom.agent.http import answers as forms
+    from traceloom.agent import api as forms
     from traceloom.cli import agent_views as views
 
     client = client_of(args)
@@ -396,7 +397,7 @@ def _stacks(args: argparse.Namespace) -> int:
 
 def _doctor(args: argparse.Namespace) -> int:
     """Of the agent that runs; where none does, of this host as this user would run one."""
-    from traceloom.agent.http import answers as forms
+    from traceloom.agent import api as forms
     from traceloom.cli import agent_views as views
 
     try:
@@ -426,14 +427,14 @@ def _env(args: argparse.Namespace) -> int:
         import msgspec
 
         from traceloom.agent.config import SYSTEM_SOCKET
-        from traceloom.agent.environment import variables
+        from traceloom.agent.ownership.environment import variables
 
         where = _locations(args, _config(args))
         if _socket(args) == SYSTEM_SOCKET:  # root's agent has its sockets beside this one
             where = msgspec.structs.replace(where, socket=SYSTEM_SOCKET, kineto=SYSTEM_SOCKET.with_name("kineto"))
         values = variables(where, os.geteuid())
     if args.flight_recorder:
-        from traceloom.agent.environment import flight_variables
+        from traceloom.agent.ownership.environment import flight_variables
 
         values = values | flight_variables()
     if args.json:

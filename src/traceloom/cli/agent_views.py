@@ -14,9 +14,7 @@ from statistics import fmean
 import msgspec
 from rich.text import Text
 
-from traceloom.agent.client import AgentClient
-from traceloom.agent.grouping import numbers
-from traceloom.agent.http.answers import (
+from traceloom.agent.api import (
     DeviceAnswer,
     DevicesAnswer,
     DoctorAnswer,
@@ -31,12 +29,23 @@ from traceloom.agent.http.answers import (
     TriggersAnswer,
     ValueAnswer,
 )
+from traceloom.agent.hangs.stacks import numbers
 from traceloom.agent.metrics import METRICS, PREFIX
-from traceloom.harmless import harmless
-from traceloom.model import units
-from traceloom.report.views.terminal.bars import plain, sparkline
-from traceloom.report.views.terminal.columns import Cell, TextColumn, heading, lines, paragraph
-from traceloom.report.views.terminal.look import DIM, FILLS, SEVERITY
+from traceloom.report.views.terminal_table import (
+    DIM,
+    FILLS,
+    SEVERITY,
+    Cell,
+    TextColumn,
+    heading,
+    lines,
+    paragraph,
+    plain,
+    sparkline,
+)
+from traceloom.server.client import AgentClient
+from traceloom.system import units
+from traceloom.system.sanitize import sanitize
 
 _BAR = 10
 _NONE = "–"
@@ -70,12 +79,12 @@ def status(answer: StatusAnswer, width: int) -> Iterator[Text]:
     up = dt.timedelta(seconds=(answer.now_ns - answer.started_ns) // 10**9)
     yield Text.assemble(
         ("Agent of ", ""),
-        (harmless(answer.host), "bold"),
+        (sanitize(answer.host), "bold"),
         f": up {up}, pid {answer.pid}, version {answer.version}",
     )
     stale = f", {answer.stale_devices} stale" if answer.stale_devices else ""
     yield Text(
-        f"{units.counted(answer.devices, 'device')}{stale}, {units.counted(answer.processes, 'process')} "
+        f"{units.count_of(answer.devices, 'device')}{stale}, {units.count_of(answer.processes, 'process')} "
         f"that matter, {units.count(answer.series)} series"
     )
     history = answer.history
@@ -95,7 +104,7 @@ def status(answer: StatusAnswer, width: int) -> Iterator[Text]:
     ]
     rows = [
         [
-            harmless(state.name), f"{state.period_seconds:g} s",
+            sanitize(state.name), f"{state.period_seconds:g} s",
             units.duration(int(state.seconds * 1e9)) if state.runs else _NONE,
             units.count(state.runs), units.count(sum(state.failures.values())),
         ]
@@ -145,7 +154,7 @@ def processes(answer: ProcessesAnswer, devices: Sequence[DeviceAnswer], width: i
         )
     if answer.hidden:
         yield from paragraph(
-            f"{units.counted(answer.hidden, 'process')} of other users are not shown; root sees them.", width, DIM
+            f"{units.count_of(answer.hidden, 'process')} of other users are not shown; root sees them.", width, DIM
         )
 
 
@@ -175,7 +184,7 @@ def events(happened: Sequence[EventAnswer], width: int) -> Iterator[Text]:
 def top(picture: HostPicture, width: int) -> Iterator[Text]:
     """Host, devices and processes as they are now."""
     state, host = picture.status, picture.host
-    yield Text.assemble((harmless(state.host), "bold"), f"  {_clock(state.now_ns)}")
+    yield Text.assemble((sanitize(state.host), "bold"), f"  {_clock(state.now_ns)}")
     if host.cpu is not None:
         yield Text.assemble(" processors ", _bar(host.cpu), f" {units.per_cent(host.cpu)} % busy")
     if host.memory is not None:
@@ -274,7 +283,7 @@ def query(answer: QueryAnswer, index: Mapping[str, str], width: int) -> Iterator
     cells: list[list[Cell]] = [
         [
             *(
-                f"GPU {harmless(index[value])}" if label == "device" and value in index else _cut(value or _NONE, room)
+                f"GPU {sanitize(index[value])}" if label == "device" and value in index else _cut(value or _NONE, room)
                 for label in labels
                 for value in [curve.labels.get(label, "")]
             ),
@@ -350,7 +359,7 @@ def stacks(answer: StacksAnswer, width: int, *, native: bool) -> Iterator[Text]:
             )
             innermost = next(((file, line) for _, file, line in reversed(group.frames) if line), None)
             where = f" ({PurePosixPath(innermost[0]).name}:{innermost[1]})" if innermost else ""
-            thread = f" {harmless(group.thread)}" if group.thread else ""
+            thread = f" {sanitize(group.thread)}" if group.thread else ""
             text = f"{calls or 'no call that can be seen'}{where}"
             yield from paragraph(f"{who}{thread}: {text}", width, SEVERITY["warning"][1] if group.elsewhere else "")
     if not native and any(group.elsewhere for group in answer.groups):
@@ -364,7 +373,7 @@ def hangs(answer: HangsAnswer, width: int) -> Iterator[Text]:
     """Each hang: of which job, since when, what became of it, whom the others wait for, where its bundle is."""
     if not answer.hangs:
         watched = answer.watched
-        text = f"No job of yours hangs; steps are known of {units.counted(len(watched), 'job')}."
+        text = f"No job of yours hangs; steps are known of {units.count_of(len(watched), 'job')}."
         yield from paragraph(text if watched else "No job of yours hangs, as far as is known.", width)
         if not watched:
             yield from paragraph(
@@ -379,7 +388,7 @@ def hangs(answer: HangsAnswer, width: int) -> Iterator[Text]:
             "unknown": "hung when the host or the agent ended",
         }[hang.state]  # fmt: skip
         style = SEVERITY["error"][1] if hang.state == "hangs" else DIM
-        yield Text.assemble((harmless(hang.job), "bold"), f"  since {_clock(hang.since_ns)}  ", (became, style))
+        yield Text.assemble((sanitize(hang.job), "bold"), f"  since {_clock(hang.since_ns)}  ", (became, style))
         yield from paragraph(hang.sentence or "its processes are being looked at", width, indent=2)
         yield from paragraph(hang.directory or f"no bundle: {hang.no_bundle or 'not yet'}", width, DIM, indent=2)
 
@@ -413,9 +422,9 @@ def triggers(answer: TriggersAnswer, width: int) -> Iterator[Text]:
     if answer.trouble:
         yield from paragraph(f"What was spent is in memory alone: {answer.trouble}", width, SEVERITY["warning"][1])
     for rule in answer.rules:
-        yield from heading(harmless(rule.name), f"{rule.on}, traces {rule.target}", width)
+        yield from heading(sanitize(rule.name), f"{rule.on}, traces {rule.target}", width)
         cost = f"{units.duration(int(rule.traced_seconds * 1e9))} traced, {units.size(rule.kept_bytes)} kept"
-        yield Text(f"  {units.counted(rule.fired, 'request')}" + (f": {cost}" if rule.fired else ""))
+        yield Text(f"  {units.count_of(rule.fired, 'request')}" + (f": {cost}" if rule.fired else ""))
         if last := rule.last:
             yield from paragraph(
                 f"last {_clock(last.at_ns)}, request {last.request}, {last.target}: {last.what}",
@@ -438,7 +447,7 @@ def doctor(answer: DoctorAnswer, width: int, *, running: bool) -> Iterator[Text]
     """What works, what not, why, and what would help."""
     number = Counter[str](check.works for check in answer.checks)
     parts = [f"{number[works]} {words}" for works, (words, _, _) in _WORKS.items() if number[works]]
-    yield from paragraph(f"Of {units.counted(len(answer.checks), 'thing')}, {', '.join(parts)}.", width, "bold")
+    yield from paragraph(f"Of {units.count_of(len(answer.checks), 'thing')}, {', '.join(parts)}.", width, "bold")
     if not running:
         yield from paragraph("No agent runs; this is what one would have, run by you: traceloom agent run", width, DIM)
     checks = sorted(answer.checks, key=lambda check: (*_AREAS, check.area).index(check.area))
@@ -446,7 +455,7 @@ def doctor(answer: DoctorAnswer, width: int, *, running: bool) -> Iterator[Text]
         yield from heading(area, "", width)
         for check in of_area:
             _, mark, style = _WORKS[check.works]
-            yield Text.assemble(" ", (mark, style), f" {harmless(check.name)}")
+            yield Text.assemble(" ", (mark, style), f" {sanitize(check.name)}")
             yield from paragraph(check.why, width, DIM, indent=3)
             if check.help:
                 yield from paragraph(f"→ {check.help}", width, indent=3)
@@ -494,5 +503,5 @@ def _bar(share: float) -> Text:
 
 
 def _cut(text: str, width: int) -> str:
-    text = harmless(text)
+    text = sanitize(text)
     return text if len(text) <= width else text[: max(width - 1, 0)] + "…"

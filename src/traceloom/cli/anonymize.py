@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from traceloom.cli import options as types
 from traceloom.cli import outputs
-from traceloom.cli.progress import Progress
+from traceloom.cli.outputs import Progress
 from traceloom.errors import PartialError
-from traceloom.harmless import harmless
-from traceloom.model.units import per_cent
+from traceloom.system.sanitize import sanitize
+from traceloom.system.units import per_cent
 
 if TYPE_CHECKING:
-    from traceloom.anonymize import Anonymized
+    from traceloom.workload.anonymize.run import Anonymized
 
 _SHOWN = 12
 DESCRIPTION = (
@@ -62,8 +62,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Anonymise; exit code 4 where an input was refused and the rest was done."""
-    from traceloom.anonymize import anonymize, random_key, read_key, read_policy
-    from traceloom.anonymize.writing import ENDINGS, OURS
+    from traceloom.workload.anonymize.inputs import ENDINGS, OURS
+    from traceloom.workload.anonymize.policy import random_key, read_key, read_policy
+    from traceloom.workload.anonymize.run import anonymize
 
     outputs.form_of(args, dict.fromkeys(ENDINGS, "file"), OURS, mostly_directory=True)
     policy = read_policy(args.policy).with_structure(args.structure)
@@ -76,18 +77,22 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         import msgspec
 
-        from traceloom.plain_text import json_line
+        from traceloom.system.text import json_line
 
         sys.stdout.buffer.write(msgspec.json.format(json_line(outcome.report), indent=1) + b"\n")
     elif not args.quiet:
         for line in _lines(outcome):
             print(line)
     if fresh:
-        outputs.say(args, f"Made the key {args.key}: whoever has it can test guesses of names; keep it to yourself.")
+        outputs.add_reason(
+            args, f"Made the key {args.key}: whoever has it can test guesses of names; keep it to yourself."
+        )
     if args.map:
-        outputs.say(args, f"Wrote {args.map}: it undoes all pseudonyms and is not encrypted; keep it to yourself.")
+        outputs.add_reason(
+            args, f"Wrote {args.map}: it undoes all pseudonyms and is not encrypted; keep it to yourself."
+        )
     verb = "validate" if all(file["kind"] in ("et", "groups") for file in outcome.report["files"]) else "report"
-    outputs.say(
+    outputs.add_reason(
         args,
         f"Wrote {outcome.report_path}: it names what was hidden; read it, and do not share it.",
         f"Wrote {outcome.output}; look at it: traceloom {verb} {shlex.quote(str(outcome.output))}",
@@ -114,7 +119,7 @@ def _lines(outcome: Anonymized) -> Iterator[str]:
     rows += [(f"by policy: {field['name']}", field["count"]) for field in by_policy[:_SHOWN]]
     rows += [(f"not understood: {field['name']}", field["count"]) for field in unknown[:_SHOWN]]
     for label, count in rows:
-        yield f"  {count:>10,}  {harmless(label)}"
+        yield f"  {count:>10,}  {sanitize(label)}"
     hidden = max(0, len(by_policy) - _SHOWN) + max(0, len(unknown) - _SHOWN)
     if hidden or not rows:
         yield f"  {'':>10}  and {hidden} more, in the report" if hidden else "  nothing"
@@ -148,7 +153,7 @@ def _lines(outcome: Anonymized) -> Iterator[str]:
             other = f"; {rank['other_shapes']:,} give other shapes" if rank["other_shapes"] else ""
             yield f"  rank {rank['rank']}: {rank['run']:,} of {rank['operators']:,} operators{time}{other}"
         if report["replay"]["reason"]:
-            yield f"  not tried: {harmless(report['replay']['reason'])}"
+            yield f"  not tried: {sanitize(report['replay']['reason'])}"
 
     leaks = report["leaks"]
     counts, shapes = leaks["counts"], leaks["shapes"]
@@ -159,11 +164,11 @@ def _lines(outcome: Anonymized) -> Iterator[str]:
     yield f"  {counts['other']:>10,}  others, all of them here or in the report:"
     others = [leak["text"] for leak in leaks["strings"] if leak["class"] == "other"]
     for text in others[:_SHOWN]:
-        yield f"              {harmless(text)[:100]}"
+        yield f"              {sanitize(text)[:100]}"
     if len(others) > _SHOWN:
         yield f"              ... and {len(others) - _SHOWN} more"
     if leaks["echoes"]:
-        words = ", ".join(harmless(echo["word"]) for echo in leaks["echoes"][:_SHOWN])
+        words = ", ".join(sanitize(echo["word"]) for echo in leaks["echoes"][:_SHOWN])
         yield f"  {len(leaks['echoes']):>10,}  words of hidden texts that stand in the output too: {words}"
     if leaks["arguments"]:
         kept = ", ".join(f"{count:,} {name}" for name, count in sorted(leaks["arguments"].items()))

@@ -9,15 +9,15 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from traceloom.cli import checking, outputs
+from traceloom.cli import checks, outputs
 from traceloom.cli import options as types
-from traceloom.cli.progress import Progress
+from traceloom.cli.outputs import Progress
 from traceloom.errors import InputError, PartialError, UsageError
 
 if TYPE_CHECKING:
-    from traceloom.analyze.gate import RunSummary
-    from traceloom.model import Notice
+    from traceloom.analyze.gate_summary import RunSummary
     from traceloom.report.documents.verdict import BaselineRow, BaselinesDocument
+    from traceloom.trace.notice import Notice
 
 DESCRIPTION = (
     "Keep what a comparison needs of recorded runs under a name (numbers per step, not the traces), "
@@ -31,7 +31,7 @@ examples:
   traceloom baseline compare main new-runs/ --power 5%          how many runs would show 5 %
   traceloom baseline compare main run1 run2 --store s3://bucket/baselines
 
-{checking.CONDITIONS}"""
+{checks.CONDITIONS}"""
 _STORE = ".traceloom/baselines"
 
 
@@ -47,12 +47,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help=f"where baselines are kept: a directory ({_STORE}) or a URL that fsspec knows, as s3://...",
     )  # fmt: skip
     compare = parser.add_argument_group("compare")
-    checking.add_conditions(compare)
+    checks.add_conditions(compare)
     compare.add_argument(
         "--power", type=types.share, metavar="CHANGE",
         help="say how many runs a side would show a change of this size: 5%%",
     )  # fmt: skip
-    checking.add_output(parser, "result")
+    checks.add_output(parser, "result")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _save(args: argparse.Namespace) -> int:
-    from traceloom.report.verdict import store
+    from traceloom.report import baseline_store as store
 
     store.checked(args.name)
     baseline_store = store.Store(args.store)
@@ -90,21 +90,22 @@ def _save(args: argparse.Namespace) -> int:
         store_option = [] if args.store == _STORE else ["--store", args.store]
         following = [args.name, "NEW-RUN", *store_option, "--fail-if", "step_time > 3%"]
         print(f"Next: traceloom baseline compare {shlex.join(following)}")
-    checking.refuse(refused)
+    checks.end_with_refusals(refused)
     return 0
 
 
 def _summaries(args: argparse.Namespace, progress: Progress, refused: list[Notice]) -> list[RunSummary]:
-    from traceloom.analyze import gate
+    from traceloom.analyze import gate_summary
 
     progress.say("reading")
-    sessions = checking.runs(args.runs, args, refused)
+    sessions = checks.runs(args.runs, args, refused)
     progress.say("measuring")
-    return [gate.summarise(session) for session in sessions]
+    return [gate_summary.summarise(session) for session in sessions]
 
 
 def _list(args: argparse.Namespace) -> int:
-    from traceloom.report.verdict import baselines, store
+    from traceloom.report import baseline_store as store
+    from traceloom.report import verdict
     from traceloom.report.views import terminal
 
     baseline_store = store.Store(args.store)
@@ -113,14 +114,14 @@ def _list(args: argparse.Namespace) -> int:
 
     for name in baseline_store.names():
         try:
-            rows.append(baselines.row(name, baseline_store.load(name)))
+            rows.append(verdict.row(name, baseline_store.load(name)))
         except InputError as error:  # noqa: PERF203  (each baseline on its own)
             damaged.append(error)
     if args.json:
         document: BaselinesDocument = {"store": args.store, "baselines": rows}
         outputs.as_json(document, sys.stdout.buffer)
     elif rows:
-        terminal.put(partial(baselines.render, rows, args.top), sys.stdout)
+        terminal.put(partial(verdict.render_baselines, rows, args.top), sys.stdout)
     elif not damaged:
         print(f"There is no baseline in {args.store}; traceloom baseline save NAME RUN makes one.")
     if damaged:
@@ -130,25 +131,24 @@ def _list(args: argparse.Namespace) -> int:
 
 def _compare(args: argparse.Namespace) -> int:
     from traceloom.analyze import gate
-    from traceloom.report import verdict
-    from traceloom.report.verdict import store
+    from traceloom.report import baseline_store, verdict
 
-    conditions = checking.read_conditions(args.conditions)
-    chosen = outputs.targets(args, checking.FORMATS)
-    base = store.Store(args.store).load(args.name)
+    conditions = checks.read_conditions(args.conditions)
+    chosen = outputs.targets(args, checks.FORMATS)
+    base = baseline_store.Store(args.store).load(args.name)
     refused: list[Notice] = []
     with Progress(shown=not args.quiet) as progress:
         runs = _summaries(args, progress, refused)
         progress.say("comparing")
         judged = gate.judge(base.runs, runs, conditions)
-        sides = ((f"baseline {args.name}", base.runs), (checking.named(args.runs), runs))
+        sides = ((f"baseline {args.name}", base.runs), (checks.named(args.runs), runs))
         document = verdict.build(judged, *sides, strict=args.strict, effect=args.power)
         written = outputs.write(args, chosen, document, progress)
-    checking.show(args, document)
+    checks.show(args, document)
     flags = [] if args.store == _STORE else ["--store", args.store]
     flags += [part for text in args.conditions for part in ("--fail-if", text)]
     again = shlex.join([args.name, *args.runs, *flags])
-    outputs.close(args, written, f"traceloom baseline compare {again} -o check.md")
-    checking.conclude(document)
-    checking.refuse(refused)
+    outputs.print_outcome(args, written, f"traceloom baseline compare {again} -o check.md")
+    checks.conclude(document)
+    checks.end_with_refusals(refused)
     return 0

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from traceloom.cli import options as types
 from traceloom.cli import outputs
-from traceloom.cli.progress import Progress
+from traceloom.cli.outputs import Progress
 from traceloom.errors import UsageError
-from traceloom.plain_text import encoded
+from traceloom.system.text import encode_utf8
 
 if TYPE_CHECKING:
-    from traceloom.simulate.calibrate import Calibration
+    from traceloom.workload.simulate.calibrate import Calibration
 
 DESCRIPTION = (
     "Fit latency and bandwidth of a machine's collectives to those of recorded runs, or with --here to those that are "
@@ -66,10 +66,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Fit, show and write; returns the exit code."""
     from traceloom.report import calibration as report
-    from traceloom.simulate.machine import machine_text
+    from traceloom.workload.simulate.machine_file import machine_text
 
     def write_machine(_document: object, handle: BinaryIO) -> None:
-        handle.write(encoded(machine_text(answer.machine)))
+        handle.write(encode_utf8(machine_text(answer.machine)))
 
     _check_options(args)
     chosen = outputs.targets(args, {".toml": write_machine, ".json": outputs.as_json})
@@ -78,10 +78,10 @@ def run(args: argparse.Namespace) -> int:
         answer = _measure(args, progress) if args.here else _read(args, progress)
         if not is_first:
             return 0
-        document = report.build(answer)
+        document = report.build_calibration(answer)
         written = outputs.write(args, chosen, document, progress)
-    outputs.show(args, document, report.render)
-    outputs.close(args, written, outputs.repeated(args, "machine.toml"))
+    outputs.show(args, document, report.render_calibration)
+    outputs.print_outcome(args, written, outputs.repeat_command(args, "machine.toml"))
     return 0
 
 
@@ -100,14 +100,14 @@ def _check_options(args: argparse.Namespace) -> None:
 
 def _is_first() -> bool:
     """Whether this process writes: of those that a launcher has started only the first does."""
-    from traceloom.replay.measure.measuring import launched
+    from traceloom.workload.replay.measure import launched
 
     process = launched()
     return process is None or process.rank == 0
 
 
 def _measure(args: argparse.Namespace, progress: Progress) -> Calibration:
-    from traceloom.replay.measure import measure
+    from traceloom.workload.replay.measure import measure
 
     progress.say("starting")
     names = {"max_size": "max_bytes", "powers": "factor"}
@@ -118,8 +118,8 @@ def _measure(args: argparse.Namespace, progress: Progress) -> Calibration:
 
 
 def _read(args: argparse.Namespace, progress: Progress) -> Calibration:
-    from traceloom.read import load
-    from traceloom.simulate.calibrate import calibrate
+    from traceloom.formats import load
+    from traceloom.workload.simulate.calibrate import calibrate
 
     files = [path for path in args.inputs if not Path(path).is_dir()]
     runs = [[path] for path in args.inputs if path not in files] + ([files] if files else [])

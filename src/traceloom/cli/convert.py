@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from traceloom.cli import options as types
 from traceloom.cli import outputs
-from traceloom.cli.progress import Progress
+from traceloom.cli.outputs import Progress
 from traceloom.errors import UsageError
 
 if TYPE_CHECKING:
-    from traceloom.chakra.conversion import ConversionInput
-    from traceloom.model import Graph, Notice
+    from traceloom.graph.graph import Graph
+    from traceloom.trace.notice import Notice
+    from traceloom.workload.chakra.convert import ConversionInput
 
 _FORMATS = {
     ".graph": "graph",
@@ -65,11 +66,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Convert; returns the exit code."""
-    from traceloom.chakra import conversion
-    from traceloom.model import units
-    from traceloom.model.notice import worst_first
+    from traceloom.system import units
+    from traceloom.trace.notice import worst_first
+    from traceloom.workload.chakra import convert
 
-    form = outputs.form_of(args, _FORMATS, conversion.DIRECTORY_FILES)
+    form = outputs.form_of(args, _FORMATS, convert.DIRECTORY_FILES)
     wrong = hint = ""
     if args.target == "astra-sim" and (form != "directory" or args.only):
         wrong = "--target astra-sim writes a directory" if form != "directory" else "--only does not go with --target"
@@ -83,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     target = Path(args.output)
     with (
         Progress(shown=not args.quiet) as progress,
-        conversion.ConversionInput(Path(args.input), args.strict, progress.say) as source,
+        convert.ConversionInput(Path(args.input), args.strict, progress.say) as source,
     ):
         files, nodes, notices, following = _converted(source, target, form, args)
         ends = _ends(source.graph(), target, notices, progress) if args.target == "astra-sim" else []
@@ -117,18 +118,18 @@ def run(args: argparse.Namespace) -> int:
 
 def _ends(graph: Graph, target: Path, notices: list[Notice], progress: Progress) -> list[dict[str, Any]]:
     """How far each rank ends from the measurement in what was written, with a notice where that is far."""
-    from traceloom.chakra.workload import places, read_workload
     from traceloom.errors import TraceloomError
-    from traceloom.model.notice import Notice
-    from traceloom.simulate import astra_sim
+    from traceloom.formats.chakra.nodes import places, read_workload
+    from traceloom.trace.notice import Notice
+    from traceloom.workload.simulate.astra_sim import run
 
-    measured = astra_sim.measured_ends(graph)
+    measured = run.measured_ends(graph)
     if not graph.delays.height or not measured:  # nothing was measured
         return []
     progress.say("comparing with the measurement")
     try:
         (files,) = places([target])
-        simulated = astra_sim.recorded_ends(read_workload(files))
+        simulated = run.recorded_ends(read_workload(files))
     except TraceloomError as error:
         notices.append(Notice("target-does-not-run", "error", f"what was written does not run: {error.message}"))
         return []
@@ -139,7 +140,7 @@ def _ends(graph: Graph, target: Path, notices: list[Notice], progress: Progress)
         if rank in measured
     ]
     worst = max(ends, key=lambda end: abs(end["difference"]))
-    if abs(worst["difference"]) > astra_sim.FAR:
+    if abs(worst["difference"]) > run.FAR:
         message = (
             f"with recorded transfers rank {worst['rank']} ends {worst['difference']:+.0%} off the measurement: a rank "
             "there runs one CPU operation, one GPU operation and one communication at a time"
@@ -154,7 +155,7 @@ def _converted(
     """What was written: the files, how many nodes, the notices, and the next useful step."""
     quoted = shlex.quote(str(target))
     if args.target == "astra-sim":
-        from traceloom.chakra.astra_sim import to_astra_sim
+        from traceloom.workload.chakra.astra_sim import to_astra_sim
 
         result = to_astra_sim(source.graph(), gpu_only=args.gpu_only)
         written = result.write(target, force=args.force)
@@ -170,12 +171,12 @@ def _converted(
         return [target], source.nodes, source.notices, following
     graph = source.graph()
     if form == "graph":
-        from traceloom.model import graph_store
+        from traceloom.graph import graph as graph_store
 
         graph_store.save(graph, target, force=args.force)
         return [target], graph.nodes.height, source.notices, f"traceloom convert {quoted} workload/"
-    from traceloom.packed import write_packed
-    from traceloom.report.exports.perfetto.graph import write_graph
+    from traceloom.report.exports.perfetto import write_graph
+    from traceloom.system.gzip_stream import write_gzip
 
-    write_packed(target, lambda handle: write_graph(graph, handle), force=args.force)
+    write_gzip(target, lambda handle: write_graph(graph, handle), force=args.force)
     return [target], graph.nodes.height, source.notices, "open it at ui.perfetto.dev"

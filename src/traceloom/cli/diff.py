@@ -7,13 +7,14 @@ import shlex
 import sys
 from typing import TYPE_CHECKING
 
-from traceloom.cli import checking, outputs
-from traceloom.cli.progress import Progress
+from traceloom.cli import checks, outputs
+from traceloom.cli.outputs import Progress
 from traceloom.errors import UsageError
-from traceloom.one_core import on_one_core
+from traceloom.system.process import pin_to_one_core
 
 if TYPE_CHECKING:
-    from traceloom.model import Notice, Session
+    from traceloom.trace.notice import Notice
+    from traceloom.trace.session import Session
 
 DESCRIPTION = (
     "Compare two traces or recorded runs: what was added and removed, what became faster and slower, "
@@ -31,7 +32,7 @@ examples:
   traceloom diff base-runs/ new-runs/ --fail-if 'kernel:gemm > 5%' -o check.md
                                                     several runs a side: directories of recorded runs
 
-{checking.CONDITIONS}"""
+{checks.CONDITIONS}"""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -41,14 +42,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("new", metavar="NEW", help="what it is now: the same")
     check = parser.add_argument_group("check")
-    checking.add_conditions(check)
+    checks.add_conditions(check)
     check.add_argument(
         "--base", dest="more_base", action="append", default=[], metavar="RUN", help="one more run of the base"
     )
     check.add_argument(
         "--new", dest="more_new", action="append", default=[], metavar="RUN", help="one more run of the new side"
     )
-    checking.add_output(parser, "comparison")
+    checks.add_output(parser, "comparison")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -59,7 +60,10 @@ def run(args: argparse.Namespace) -> int:
         message = "--base, --new and --strict belong to a check"
         raise UsageError(message, slug="wrong-usage", hint="add --fail-if 'step_time > 3%'")
 
-    page, markdown = (outputs.rendered(f"traceloom.report.comparison.{name}") for name in ("page", "markdown"))
+    page, markdown = (
+        outputs.lazy_renderer("traceloom.report.comparison:render"),
+        outputs.lazy_renderer("traceloom.report.views.markdown:render_comparison_markdown"),
+    )
     chosen = outputs.targets(args, {".html": page, ".htm": page, ".md": markdown, ".json": outputs.as_json})
     from traceloom.analyze import compare
     from traceloom.report import comparison
@@ -69,20 +73,20 @@ def run(args: argparse.Namespace) -> int:
         sessions: list[Session] = []
         for path, side in ((args.base, "base"), (args.new, "new")):
             progress.say(f"reading the {side}")
-            sessions += checking.runs([path], args, refused, single=True)
+            sessions += checks.runs([path], args, refused, single=True)
         base, new = sessions
         progress.say("comparing")
-        with on_one_core(base.event_count + new.event_count):
+        with pin_to_one_core(base.event_count + new.event_count):
             document = comparison.build(compare(base, new), base, new)
             written = outputs.write(args, chosen, document, progress)
     if args.json:
         outputs.as_json(document, sys.stdout.buffer)
-    elif outputs.printed(args):
-        from traceloom.report.comparison import terminal
+    elif outputs.is_printed(args):
+        from traceloom.report import comparison as terminal
 
         terminal.show(document, args.top, sys.stdout)
-    outputs.close(args, written, f"traceloom diff {shlex.join([args.base, args.new])} -o diff.html")
-    checking.refuse(refused)
+    outputs.print_outcome(args, written, f"traceloom diff {shlex.join([args.base, args.new])} -o diff.html")
+    checks.end_with_refusals(refused)
     return 0
 
 
@@ -90,20 +94,20 @@ def _check(args: argparse.Namespace) -> int:
     """A verdict for each condition; the comparison of the most usual runs of both sides below it."""
     from dataclasses import replace
 
-    from traceloom.analyze import compare, gate
-    from traceloom.analyze.gate.causes import causes_of
+    from traceloom.analyze import compare, gate, gate_summary
+    from traceloom.analyze.gate import causes_of
     from traceloom.report import comparison, verdict
 
-    conditions = checking.read_conditions(args.conditions)
-    chosen = outputs.targets(args, checking.FORMATS)
+    conditions = checks.read_conditions(args.conditions)
+    chosen = outputs.targets(args, checks.FORMATS)
     refused: list[Notice] = []
     with Progress(shown=not args.quiet) as progress:
         sides = []
         for side, paths in (("base", [args.base, *args.more_base]), ("new", [args.new, *args.more_new])):
             progress.say(f"reading the {side}")
-            sides.append((checking.named(paths), checking.runs(paths, args, refused)))
+            sides.append((checks.named(paths), checks.runs(paths, args, refused)))
         progress.say("comparing")
-        runs = [[gate.summarise(run) for run in sessions] for _, sessions in sides]
+        runs = [[gate_summary.summarise(run) for run in sessions] for _, sessions in sides]
         judged = gate.judge(runs[0], runs[1], conditions)
         usual = []
         for (_, sessions), summaries in zip(sides, runs, strict=True):
@@ -116,9 +120,9 @@ def _check(args: argparse.Namespace) -> int:
         comparison_document = comparison.build(compared, *usual)
         document = verdict.build(judged, base, new, strict=args.strict, comparison=comparison_document)
         written = outputs.write(args, chosen, document, progress)
-    checking.show(args, document)
+    checks.show(args, document)
     again = [args.base, args.new, *(part for text in args.conditions for part in ("--fail-if", text))]
-    outputs.close(args, written, f"traceloom diff {shlex.join(again)} -o check.md")
-    checking.conclude(document)
-    checking.refuse(refused)
+    outputs.print_outcome(args, written, f"traceloom diff {shlex.join(again)} -o check.md")
+    checks.conclude(document)
+    checks.end_with_refusals(refused)
     return 0

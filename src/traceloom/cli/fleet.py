@@ -1,4 +1,4 @@
-"""`traceloom fleet`: asks the fleet's service."""
+"""Verb fleet: actions made of routes and questions; owners, prices, tokens."""
 
 from __future__ import annotations
 
@@ -8,25 +8,544 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from traceloom import files
 from traceloom.cli import options as types
-from traceloom.cli.fleet_now import NOW_ACTIONS
-from traceloom.cli.fleet_questions import QUESTION_ACTIONS
-from traceloom.cli.fleet_rules import RULE_ACTIONS
-from traceloom.cli.fleet_triggers import NO_RULES, TRIGGER_HEADS, add_triggers, budget_line, trigger_rows, triggers
-from traceloom.cli.fleet_webhooks import NO_WEBHOOKS, add_webhooks, webhooks
+from traceloom.cli.options import VerbAction, VerbOption, add_actions, declaring
 from traceloom.cli.upload import add_server
-from traceloom.cli.verb_actions import VerbAction, VerbOption, add_actions, declaring
 from traceloom.errors import CheckError, OutputError, UsageError, unreadable
-from traceloom.model import units
+from traceloom.fleet.questions.catalogue import QUESTIONS
+from traceloom.fleet.questions.declaration import Question, described
+from traceloom.fleet.rules import MOST_BYTES
+from traceloom.system import files, units
+from traceloom.system.files import read_small
+from traceloom.system.sanitize import sanitize
+from traceloom.trace.frames import Column
 
 if TYPE_CHECKING:
-    from traceloom.collect.client import FleetClient
+    from traceloom.cli.upload import FleetClient
+
+
+_NOTHING = """\
+Nothing of that is there now.
+Next: traceloom fleet hosts"""
+
+
+def _query(args: argparse.Namespace) -> int:
+
+    wanted = {name: str(value) for name in ("by", "job", "host", "top") if (value := getattr(args, name))}
+    answer = client_of(args).get("query", **wanted)
+    heads = (args.by, "host" if args.by != "host" else "jobs", "devices", "busy", "power", "memory", "step", "heard")
+    rows = []
+    for row in answer["rows"]:
+        memory = units.format_value(row["memory_bytes"], "bytes")
+        if row["memory_limit_bytes"] is not None:
+            memory += f" of {units.format_value(row['memory_limit_bytes'], 'bytes')}"
+        rows.append(
+            (
+                row[args.by],
+                row["host" if args.by != "host" else "job"] or units.NONE,
+                str(row["devices"]),
+                units.format_value(row["busy"], "share"),
+                units.NONE if row["power_w"] is None else f"{units.number(round(row['power_w']))} W",
+                memory,
+                units.format_value(None if row["step_s"] is None else round(row["step_s"] * 1e9), "time"),
+                f"{(answer['at_ns'] - row['heard_ns']) / 1e9:.0f} s ago",
+            )
+        )
+    return shown(args, answer, heads, rows, _NOTHING)
+
+
+def _compact(args: argparse.Namespace) -> int:
+
+    client = client_of(args)
+    client.timeout_s = 3600.0  # all tables are read
+    answer = client.post("compact")
+    if args.json:
+        return shown(args, answer, (), ())
+    if not args.quiet:
+        print(f"The tables are compacted; it took {answer['seconds']:.1f} s.")
+    return 0
+
+
+_NUMBER = re.compile(r"[-+<>]?\d[\d\u202f.]*(e-\d+)?( [^\d\s]+)?")  # with its unit
+_NARROWEST = 10  # signs of a column, where not all of a table fits
+
+
+def client_of(args: argparse.Namespace) -> FleetClient:
+    """Who asks the service that the options name.
+
+    Raises:
+        InputError: `unreadable`: the token's file.
+    """
+    from traceloom.cli.upload import FleetClient
+
+    token = ""
+    if args.token_file is not None:
+        try:
+            token = args.token_file.read_text(encoding="ascii").strip()
+        except (OSError, ValueError) as error:
+            raise unreadable(args.token_file, error) from error
+    return FleetClient(args.server, token)
+
+
+def follow_up(args: argparse.Namespace, text: str) -> str:
+    """A text with commands to be copied: each asks the service that was just asked, as whoever asked."""
+    from traceloom.cli.upload import FleetClient
+
+    server = f" --server {shlex.quote(FleetClient(args.server).url)}"
+    token = f" --token-file {shlex.quote(str(args.token_file))}" if args.token_file else ""
+    same = f"{server if args.server else ''}{token}"
+    text = text.replace("trace --server URL", f"trace{server}{token}").replace(" --server URL", server)
+    return re.sub(r"traceloom (fleet [a-z-]+|upload)", lambda command: command[0] + same, text)
+
+
+def shown(
+    args: argparse.Namespace, answer: Any, heads: Sequence[str], rows: Sequence[Sequence[str]], empty: str = ""
+) -> int:
+    """Print an answer: as JSON where that is asked for, else as a table, else what there is not; the exit code."""
+    if args.json:
+        print(json.dumps(answer, indent=2))
+        return 0
+    if not rows:
+        print(follow_up(args, empty))
+        return 0
+    from traceloom.system.sanitize import sanitize
+
+    texts = [[sanitize(cell) for cell in row] for row in ([f"{head[:1].upper()}{head[1:]}" for head in heads], *rows)]
+    known = [[row[at] for row in texts[1:] if row[at] != units.NONE] for at in range(len(heads))]
+    numeric = [bool(cells) and all(map(_NUMBER.fullmatch, cells)) for cells in known]
+    widths = [max(len(row[at]) for row in texts) for at in range(len(heads))]
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
+    room = width - 2 * (len(widths) - 1)
+    while sum(widths) > room and max(widths) > _NARROWEST:  # long names give way, so that numbers are seen
+        widths[widths.index(max(widths))] -= 1
+    for row in texts:
+        cells = [cell if len(cell) <= size else f"{cell[: size - 1]}…" for cell, size in zip(row, widths, strict=True)]
+        cells = [
+            cell.rjust(size) if right else cell.ljust(size)
+            for cell, size, right in zip(cells, widths, numeric, strict=True)
+        ]
+        print("  ".join(cells).rstrip()[:width])
+    return 0
+
+
+NOW_ACTIONS = {
+    "query": VerbAction(
+        "show what jobs, hosts or devices do now",
+        "traceloom fleet query --by host --json\nthen: traceloom trace --server URL --job JOB --steps 3",
+        declaring(
+            VerbOption(
+                "--by", choices=("job", "host", "device"), default="job", help="what a row is of (default: job)"
+            ),
+            *(
+                VerbOption(
+                    f"--{name}", default="", metavar=name.upper(),
+                    help=f"only these {name}s; `*` and `?` stand for any signs",
+                )
+                for name in ("job", "host")
+            ),
+            VerbOption("--top", type=types.count, default=50, metavar="N", help="so many rows (default: 50)"),
+        ),
+        _query,
+    ),
+    "compact": VerbAction(
+        "make large files of the tables' small ones, and remove what was kept long enough; done every night by itself",
+        "traceloom fleet compact\nthen: traceloom fleet check", lambda _: None, _compact,
+    ),
+}  # fmt: skip
+
+_INSTANTS = {"since_ns", "last_before_ns", "start_ns", "time_ns"}
+_MS = {"saved_ms", "device_ms", "busy_ms", "idle_ms", "unallocated_ms", "unreachable_ms"}
+_WIDEST = 44  # signs of a name of a kernel
+_HOUR_MS = 3_600_000
+_NO_DEVICE_TIME = """\
+No host has said anything of its devices in this time.
+Next: traceloom fleet hosts; --since 90d looks further back"""
+
+
+class AnswerView(NamedTuple):
+    """What a verb shows of an answer: columns of its tables, an example, and what is worth doing next."""
+
+    example: str
+    then: str
+    columns: Mapping[str, Sequence[str]]
+    next_of: Callable[[dict[str, Any]], Sequence[str]] = lambda _: ()
+    empty: str = """\
+There is nothing in this time.
+Next: traceloom fleet captures; --since 90d looks further back"""
+
+
+def _next_of_example(rows: str, argument: str) -> Callable[[dict[str, Any]], Sequence[str]]:
+    def follow(answer: dict[str, Any]) -> Sequence[str]:
+        captures = [row[argument] for row in answer[rows] if row.get(argument)]
+        return [f"Next: traceloom fleet report {captures[0]} -o report.html"] if captures else []
+
+    return follow
+
+
+def _next_of_change(answer: dict[str, Any]) -> Sequence[str]:
+    for row in answer["changes"][:1]:
+        healthy, slow = row["healthy_capture"], row["capture"]
+        fetches = f"traceloom fleet fetch {healthy} -o healthy && traceloom fleet fetch {slow} -o changed"
+        return [
+            f"Compare: {fetches} && traceloom diff healthy changed",
+            f"Its jobs: {', '.join(row['jobs'][:5])}",
+            f"Over time: traceloom fleet kernel-history --kernel {shlex.quote(row['kernel'])}",
+        ]
+    return [f"{answer['series']} series have no change; {answer['short']} are too short to tell."]
+
+
+_VIEWS: Mapping[str, AnswerView] = {
+    "kernels": AnswerView(
+        "--since 7d --division ads --top 10", "traceloom fleet regressions",
+        {"rows": ("kernel", "kind", "total_ns", "fraction", "count", "mean_ns", "jobs", "example")},
+        _next_of_example("rows", "example"),
+    ),
+    "kernel-history": AnswerView(
+        "--kernel NAME --since 90d", "traceloom fleet report CAPTURE -o report.html",
+        {"rows": ("start_ns", "job", "mean_ns", "count", "capture", "code")},
+    ),
+    "regressions": AnswerView(
+        "--since 30d", "traceloom diff healthy changed, of the captures that it names",
+        {"changes": ("kernel", "shapes", "cause", "since_ns", "before_ns", "after_ns", "change", "extra_ns")},
+        _next_of_change, "No kernel changed.",
+    ),
+    "characterise": AnswerView(
+        "--by division,kind --since 7d", "traceloom fleet coverage",
+        {"rows": ("total_ns", "fraction", "count", "captures")},
+    ),
+    "coverage": AnswerView(
+        "--top 50 --kernel '*gemm*'", "traceloom fleet kernels",
+        {"rows": ("number", "kernel", "shapes", "total_ns", "covered_fraction")},
+    ),
+    "attribution": AnswerView(
+        "--by division,product,user --since 30d", "traceloom fleet owners set owners.toml --dry-run", {},
+        empty=_NO_DEVICE_TIME,
+    ),
+    "topline": AnswerView(
+        "--by model --since 7d", "traceloom fleet invest",
+        {"rows": ("device_hours", "device_use", "flop_rate", "compute_use", "power_w", "roofline_fraction", "mfu")},
+        empty=_NO_DEVICE_TIME,
+    ),
+    "findings": AnswerView(
+        "--since 7d --rule '*-bound'", "traceloom fleet invest; traceloom explain RULE",
+        {"rows": ("rule", "captures", "fraction", "jobs", "saving_fraction", "confidence", "example")},
+        _next_of_example("rows", "example"),
+    ),
+    "outliers": AnswerView(
+        "--since 7d", "traceloom fleet kernels --host HOST",
+        {
+            "hosts": ("host", "device_model", "ratio", "z", "outlier", "kernels", "jobs"),
+            "ranks": ("job", "rank", "host", "ratio", "z", "outlier", "captures"),
+        },
+        empty="No four hosts ran the same kernels on the same shapes, and no job has four ranks: none can be compared.",
+    ),
+    "invest": AnswerView(
+        "--by rule,division --since 30d", "traceloom explain RULE",
+        {"rows": ("saved_ms", "jobs", "confidence", "example")}, _next_of_example("rows", "example"),
+    ),
+}  # fmt: skip
+
+
+def _add_parameters(question: Question, parser: argparse.ArgumentParser) -> None:
+    for name, schema in described(question.parameters).items():
+        text, default = str(schema.get("description", "")), schema.get("default")
+        help_text = text + (f" (default: {default})" if default else "")
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", default=None, required="default" not in schema,
+            **(
+                {"choices": [choice for choice in schema["enum"] if choice]}  # type: ignore[attr-defined]
+                if "enum" in schema
+                else {"type": types.whole, "metavar": "N"}
+                if schema["type"] == "integer"
+                else {"metavar": name.upper().replace("_", "-")}
+            ),
+            help=help_text.replace("%", "%%"),
+        )  # fmt: skip
+
+
+def _run(question: Question, args: argparse.Namespace) -> int:
+
+    wanted = {name: getattr(args, name) for name in described(question.parameters)}
+    client = client_of(args)
+    client.timeout_s = 120.0  # a question may take a minute
+    answer = client.get(
+        question.path.removeprefix("/api/v1/"),
+        **{name: str(value) for name, value in wanted.items() if value is not None},
+    )
+    if args.json:
+        return shown(args, answer, (), ())
+    view, skipped = _VIEWS[question.name], wanted.get("skip") or 0
+    empty = f"There are no more than {skipped} rows." if skipped else view.empty
+    if question.name == "attribution":
+        _show_tree(args, answer)
+    for number, (table, columns) in enumerate(view.columns.items()):
+        declared = question.tables[table]
+        by = answer.get("by") or () if declared.divided else ()
+        by = (by,) if isinstance(by, str) else by
+        titles = ((name, declared.columns[name].title.removesuffix(", ms")) for name in columns)
+        heads = [*by, *(f"{title}, h" if name in _MS else title for name, title in titles)]
+        rows = [
+            [*(str(row[name]) for name in by), *(_cell(name, declared.columns[name], row[name]) for name in columns)]
+            for row in answer[table]
+            if row.get("device_hours") != 0  # all of it is a row of the topline, also where there is none
+        ]
+        if number and rows and not args.quiet:
+            print()
+        if rows or not number:
+            shown(args, answer, heads, rows, empty)
+    if not args.quiet:
+        if answer["more"]:
+            further = f"--skip {skipped + len(answer[next(iter(question.tables))])}"
+            print(f"There are more: {further if 'skip' in wanted else 'ask for less time'}")
+        for line in view.next_of(answer):
+            print(sanitize(follow_up(args, line)))
+        print(f"Looked at {_instant(answer['since_ns'])} to {_instant(answer['until_ns'])} UTC.")
+    return 0
+
+
+def _cell(name: str, column: Column, value: Any) -> str:
+    if value is None:
+        return units.NONE
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if name in _INSTANTS:
+        return _instant(value)
+    if name in _MS:
+        return units.number(value / _HOUR_MS)
+    if column.unit in units.NUMBERS:
+        return units.format_value(value, column.unit)
+    text = ", ".join(value) if isinstance(value, list) else str(value)
+    return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 1]}…"
+
+
+def _instant(time_ns: int) -> str:
+    return datetime.fromtimestamp(time_ns / 1e9, timezone.utc).strftime("%Y-%m-%d %H:%M")
+
+
+def _show_tree(args: argparse.Namespace, answer: dict[str, Any]) -> None:
+    """Device time as a tree, in hours; each level has the same sum."""
+
+    priced = answer["currency"] is not None
+    heads = [" > ".join(answer["by"]), "hours", "share", "use", *([f"cost, {answer['currency']}"] if priced else [])]
+    rows, whole = [], {row["time_ns"]: row["device_ms"] for row in answer["rows"] if not row["values"]}
+    for row in answer["rows"]:
+        depth = len(row["values"])
+        name = row["values"][-1] if depth else "all" if row["time_ns"] is None else _instant(row["time_ns"])
+        used = units.share(row["busy_ms"], row["busy_ms"] + row["idle_ms"])
+        cells = [f"{'  ' * depth}{name}", units.number(row["device_ms"] / _HOUR_MS)]
+        cells += [units.share(row["device_ms"], whole[row["time_ns"]]), used]
+        rows.append([*cells, *([units.number(row["cost"])] if priced else [])])
+    shown(args, answer, heads, rows if any(whole.values()) else [], _NO_DEVICE_TIME)
+
+
+QUESTION_ACTIONS = {
+    question.name: VerbAction(
+        f"show {question.summary}",
+        f"traceloom fleet {question.name} {_VIEWS[question.name].example}\nthen: {_VIEWS[question.name].then}",
+        partial(_add_parameters, question), partial(_run, question),
+    )
+    for question in QUESTIONS
+}  # fmt: skip
+_WHAT = VerbOption(
+    "what", nargs="?", choices=("show", "set", "history"), default="show", help="what is to be done (default: show)"
+)
+_OPTIONS = (
+    VerbOption("--version", type=int, metavar="N", help="with show: this version (default: the last)"),
+    VerbOption("--dry-run", action="store_true", help="with set: say what would change, and keep nothing"),
+    VerbOption("--since", default="30d", help="with set: since when changes are looked at (default: 30d)"),
+    VerbOption("--until", default="", help="with set: until when (default: now)"),
+)
+
+
+def _run_rules(name: str, args: argparse.Namespace) -> int:
+
+    if (args.file is not None) != (args.what == "set"):
+        needs = "needs a file" if args.what == "set" else "needs no file"
+        raise UsageError(f"`{args.what}` {needs}", slug="wrong-usage", hint=f"see traceloom fleet {name} --help")
+    client, nothing = client_of(args), f"Nothing is set.\nNext: traceloom fleet {name} set {name}.toml --dry-run"
+    if args.what == "history":
+        answer = client.get(f"{name}/history")
+        rows = [(str(each["version"]), _date(each["at_ns"]), each["who"]) for each in answer["versions"]]
+        return shown(args, answer, ("version", "since", "by"), rows, nothing)
+    if args.what == "show":
+        answer = client.get(name, **({"version": str(args.version)} if args.version else {}))
+        if args.json or not answer["version"]:
+            return shown(args, answer, (), (), nothing)
+        lines = [f"# version {answer['version']}, {_date(answer['at_ns'])}, by {answer['who']}"]
+        print(*(sanitize(line) for line in [*lines, *answer["text"].splitlines()]), sep="\n")
+        return 0
+    try:
+        text = read_small(args.file, MOST_BYTES).decode()
+    except (OSError, ValueError) as error:
+        raise unreadable(args.file, error) from error
+    client.timeout_s = 120.0
+    body = {"text": text, "dry_run": args.dry_run, "since": args.since, "until": args.until}
+    answer = client.post(name, body)
+    if args.json:
+        print(json.dumps(answer, indent=2))
+        return 0
+    if name == "owners":
+        moves = [
+            (
+                row["dimension"],
+                row["before"],
+                row["after"],
+                units.count(row["jobs"]),
+                units.number(row["device_ms"] / _HOUR_MS),
+            )
+            for row in answer["moves"]
+        ]
+        shown(args, answer, ("dimension", "from", "to", "jobs", "device hours"), moves, "No device time changes hands.")
+    else:
+        then = f"cost, {answer['currency_before'] or units.NONE}", f"then, {answer['currency_after']}"
+        costs = [
+            (
+                row["device_model"],
+                units.number(row["device_ms"] / _HOUR_MS),
+                units.number(row["before"]),
+                units.number(row["after"]),
+            )
+            for row in answer["costs"]
+        ]
+        shown(args, answer, ("device", "hours", *then), costs, "There was no device time.")
+    if not args.quiet:
+        kept = "Nothing was kept: leave out --dry-run." if args.dry_run else f"Version {answer['version']} counts now."
+        print(f"Looked at {_date(answer['since_ns'])} to {_date(answer['until_ns'])} UTC. {kept}")
+    return 0
+
+
+def _date(time_ns: int) -> str:
+    from datetime import datetime, timezone
+
+    return datetime.fromtimestamp(time_ns / 1e9, timezone.utc).strftime("%Y-%m-%d %H:%M")
+
+
+RULE_ACTIONS = {
+    "owners": VerbAction(
+        "show and change the rules that say whose jobs are",
+        "traceloom fleet owners set owners.toml --dry-run     device time that would move, from whom to whom\n"
+        "traceloom fleet owners set owners.toml\ntraceloom fleet owners history\nthen: traceloom fleet attribution",
+        declaring(
+            _WHAT, VerbOption("file", nargs="?", metavar="FILE", type=Path, help="with set: owners.toml"), *_OPTIONS
+        ),
+        partial(_run_rules, "owners"),
+    ),
+    "prices": VerbAction(
+        "show and change what device hours and energy cost",
+        "traceloom fleet prices set prices.toml --dry-run\nthen: traceloom fleet attribution",
+        declaring(
+            _WHAT, VerbOption("file", nargs="?", metavar="FILE", type=Path, help="with set: prices.toml"), *_OPTIONS
+        ),
+        partial(_run_rules, "prices"),
+    ),
+}  # fmt: skip
+
+NO_RULES = """\
+There are no rules.
+Next: traceloom fleet triggers set FILE"""
+TRIGGER_HEADS = ("rule", "on", "of", "traces", "refused", "kept", "last")
+
+
+def add_triggers(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("what", choices=("list", "set", "show"), nargs="?", default="list", help="show: as TOML")
+    parser.add_argument("file", nargs="?", metavar="FILE", type=Path, help="the rules, TOML, with set")
+
+
+def triggers(args: argparse.Namespace, client: FleetClient) -> Any:
+    """Do it: the answer of the service.
+
+    Raises:
+        UsageError: `wrong-usage`.
+        InputError: `unreadable`; `wrong-config`: the rules are wrong, and those before stay.
+    """
+    if (args.file is not None) != (args.what == "set"):
+        raise UsageError("`set` takes a file, and nothing else does", slug="wrong-usage", hint="set FILE")
+    if args.what != "set":
+        return client.get("triggers")
+    try:
+        text = args.file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise unreadable(args.file, error, "file of rules") from error
+    return client.put("triggers", {"toml": text})
+
+
+def trigger_rows(answer: Any) -> list[Sequence[str]]:
+    """A row per rule."""
+    rows: list[Sequence[str]] = []
+    for rule in answer["rules"]:
+        refused = ", ".join(f"{number} {reason}" for reason, number in rule["refusals"].items())
+        last, refusal = rule["last"], rule["last_refusal"]
+        text = units.NONE
+        if last is not None and (refusal is None or last["at_ns"] >= refusal["at_ns"]):
+            text = f"{last['request']}: {last['target']}: {last['what']}"
+        elif refusal is not None:
+            text = f"{refusal['target'] or 'no job'} not, as {refusal['detail']}"
+        size = units.size(rule["kept_bytes"])
+        rows.append((rule["name"], rule["on"], rule["target"], str(rule["fired"]), refused or units.NONE, size, text))
+    return rows
+
+
+def budget_line(answer: Any) -> str:
+    """What may still be spent, and what is wrong."""
+    left, day = units.size(answer["bytes_left"]), units.size(answer["bytes_per_day"])
+    line = f"left of 24 hours: {answer['traces_left']} of {answer['traces_per_day']} traces, {left} of {day}"
+    return f"{line}\n{sanitize(answer['trouble'])}" if answer["trouble"] else line
+
+
+NO_WEBHOOKS = """\
+There are no webhooks.
+Next: traceloom fleet webhooks add chat https://chat.example/hook"""
+
+
+def add_webhooks(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument(
+        "what", choices=("list", "add", "remove", "test"), nargs="?", default="list", help="default: list"
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="of the webhook")
+    parser.add_argument("url", nargs="?", metavar="URL", help="where it leads, with add")
+    parser.add_argument(
+        "--events", metavar="NAMES", default="",
+        help="what it is told, with commas: request.done, request.partial, request.failed, regression.new (default: "
+        "all)",
+    )  # fmt: skip
+
+
+def webhooks(args: argparse.Namespace, client: FleetClient) -> tuple[Any, str]:
+    """Do it: the answer of the service, and what is printed of it; "" of a list.
+
+    Raises:
+        UsageError: `wrong-usage`.
+        CheckError: `not-delivered`: the event of a test did not arrive.
+    """
+    needs = {"list": 0, "add": 2, "remove": 1, "test": 1}[args.what]
+    if sum(word is not None for word in (args.name, args.url)) != needs:
+        raise UsageError(
+            f"`{args.what}` takes {('nothing', 'a name', 'a name and an address')[needs]}", slug="wrong-usage",
+            hint="see traceloom fleet webhooks --help",
+        )  # fmt: skip
+    if args.what == "add":
+        events = {"events": args.events.split(",")} if args.events else {}
+        answer = client.post("webhooks", {"name": args.name, "url": args.url, **events})
+        return answer, str(answer["secret"])
+    if args.what == "remove":
+        return client.delete(f"webhooks/{args.name}"), f"{args.name} is told nothing any more."
+    if args.what == "test":
+        answer = client.post(f"webhooks/{args.name}/test")
+        if args.json:
+            print(json.dumps(answer, indent=2))
+        if not answer["arrived"]:
+            raise CheckError(f"the event did not arrive: {answer['error']}", slug="not-delivered")
+        return None if args.json else answer, f"{args.name} took the event."
+    return client.get("webhooks"), ""
+
 
 DESCRIPTION = "Ask the fleet's service: what it has, whether it works, who may use it."
 EXAMPLES = """\
@@ -37,9 +556,6 @@ examples:
 
 What each can do: traceloom fleet token --help.
 """
-
-_NUMBER = re.compile(r"[-+<>]?\d[\d\u202f.]*(e-\d+)?( [^\d\s]+)?")  # with its unit
-_NARROWEST = 10  # signs of a column, where not all of a table fits
 NO_HOSTS = """\
 No host belongs to the fleet yet.
 Next: traceloom fleet token enrol > host.token
@@ -88,34 +604,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Do what the action says; returns the exit code."""
     return ACTIONS[args.action].run(args)
-
-
-def client_of(args: argparse.Namespace) -> FleetClient:
-    """Who asks the service that the options name.
-
-    Raises:
-        InputError: `unreadable`: the token's file.
-    """
-    from traceloom.collect.client import FleetClient
-
-    token = ""
-    if args.token_file is not None:
-        try:
-            token = args.token_file.read_text(encoding="ascii").strip()
-        except (OSError, ValueError) as error:
-            raise unreadable(args.token_file, error) from error
-    return FleetClient(args.server, token)
-
-
-def follow_up(args: argparse.Namespace, text: str) -> str:
-    """A text with commands to be copied: each asks the service that was just asked, as whoever asked."""
-    from traceloom.collect.client import FleetClient
-
-    server = f" --server {shlex.quote(FleetClient(args.server).url)}"
-    token = f" --token-file {shlex.quote(str(args.token_file))}" if args.token_file else ""
-    same = f"{server if args.server else ''}{token}"
-    text = text.replace("trace --server URL", f"trace{server}{token}").replace(" --server URL", server)
-    return re.sub(r"traceloom (fleet [a-z-]+|upload)", lambda command: command[0] + same, text)
 
 
 def _captures(args: argparse.Namespace) -> int:
@@ -283,37 +771,7 @@ def _backfill(args: argparse.Namespace) -> int:
         print(json.dumps(answer, indent=2))
     elif not args.quiet:
         wait = "waits" if answer["captures"] == 1 else "wait"
-        print(f"{units.counted(answer['captures'], 'capture')} {wait} for version {answer['version']}.")
-    return 0
-
-
-def shown(
-    args: argparse.Namespace, answer: Any, heads: Sequence[str], rows: Sequence[Sequence[str]], empty: str = ""
-) -> int:
-    """Print an answer: as JSON where that is asked for, else as a table, else what there is not; the exit code."""
-    if args.json:
-        print(json.dumps(answer, indent=2))
-        return 0
-    if not rows:
-        print(follow_up(args, empty))
-        return 0
-    from traceloom.harmless import harmless
-
-    texts = [[harmless(cell) for cell in row] for row in ([f"{head[:1].upper()}{head[1:]}" for head in heads], *rows)]
-    known = [[row[at] for row in texts[1:] if row[at] != units.NONE] for at in range(len(heads))]
-    numeric = [bool(cells) and all(map(_NUMBER.fullmatch, cells)) for cells in known]
-    widths = [max(len(row[at]) for row in texts) for at in range(len(heads))]
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
-    room = width - 2 * (len(widths) - 1)
-    while sum(widths) > room and max(widths) > _NARROWEST:  # long names give way, so that numbers are seen
-        widths[widths.index(max(widths))] -= 1
-    for row in texts:
-        cells = [cell if len(cell) <= size else f"{cell[: size - 1]}…" for cell, size in zip(row, widths, strict=True)]
-        cells = [
-            cell.rjust(size) if right else cell.ljust(size)
-            for cell, size, right in zip(cells, widths, numeric, strict=True)
-        ]
-        print("  ".join(cells).rstrip()[:width])
+        print(f"{units.count_of(answer['captures'], 'capture')} {wait} for version {answer['version']}.")
     return 0
 
 

@@ -71,8 +71,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Generate and write; returns the exit code."""
-    from traceloom.chakra import generate
-    from traceloom.chakra.group_file import FILES_OF_RANKS
+    from traceloom.formats.chakra.files import FILES_OF_RANKS
+    from traceloom.workload.chakra import generate
 
     outputs.form_of(args, {}, FILES_OF_RANKS, mostly_directory=True)
     kinds: dict[str, tuple[Any, Any]] = {
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         import msgspec
 
-        from traceloom.plain_text import json_line
+        from traceloom.system.text import json_line
 
         sys.stdout.buffer.write(msgspec.json.format(json_line(generated.to_dict()), indent=1) + b"\n")
     elif not args.quiet:
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"{name:>18}  {_shown(value)}")
     nodes = sum(len(program) for program in generated.programs)
     written = f"Wrote {args.output} ({len(files)} files, {nodes:,} nodes)"
-    outputs.say(args, f"{written}; next: traceloom validate {shlex.quote(str(args.output))}")
+    outputs.add_reason(args, f"{written}; next: traceloom validate {shlex.quote(str(args.output))}")
     return 0
 
 

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 from traceloom.cli import options as types
 from traceloom.cli import outputs
-from traceloom.cli.progress import Progress
+from traceloom.cli.outputs import Progress
 from traceloom.errors import PartialError
 
 if TYPE_CHECKING:
-    from traceloom.link import Linked
+    from traceloom.graph import Linked
 
 _FORMATS = {".graph": "graph", ".et": "et", ".et.gz": "et"}
 DESCRIPTION = "Link host and device traces of all ranks into one dependency graph, and say what was matched."
@@ -53,33 +53,33 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Read, link and write; returns the exit code."""
-    from traceloom.chakra.group_file import FILES_OF_RANKS
+    from traceloom.formats.chakra.files import FILES_OF_RANKS
 
     form = "" if args.output is None else outputs.form_of(args, _FORMATS, FILES_OF_RANKS)
-    from traceloom.read import Cache
-    from traceloom.read.ahead import decoding
+    from traceloom.formats import Cache
+    from traceloom.formats.ahead import decoding
 
     with (
         decoding(args.inputs, None if args.no_cache else Cache()),
         Progress(shown=not args.quiet) as progress,
         ThreadPoolExecutor(1, "traceloom-write") as beside,
     ):
-        from traceloom.link import link
+        from traceloom.graph import link
 
         linked = link(*args.inputs, window=args.window, cache=not args.no_cache, progress=progress.say)
         # A graph is encoded without Python's lock: what is said of it is found out meanwhile.
         writing = None if args.output is None else beside.submit(_write, args, form, linked)
         law = None
         if not args.no_law:
-            from traceloom.retime import law as find_law
+            from traceloom.graph import law as find_law
 
             progress.say("re-timing")
             law = find_law(linked.graph)
         show: Callable[[], object] = lambda: None  # noqa: E731  (made ready here, printed when all is written)
         if args.json or not args.quiet:
-            from traceloom.report import graph_document
+            from traceloom.report import graph
 
-            document = graph_document.build(linked.graph, law)
+            document = graph.build(linked.graph, law)
             if args.json:
                 show = partial(sys.stdout.write, json.dumps(document, indent=2) + "\n")
             else:
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
         following = f"\nNext: traceloom link {shlex.join(args.inputs)} -o out.graph"
     else:
         following = f"Next: traceloom {'show' if form == 'graph' else 'validate'} {shlex.quote(args.output)}"
-    outputs.say(args, *written, following)
+    outputs.add_reason(args, *written, following)
     if linked.refused:
         more = f" (and {len(linked.refused) - 1} more)" if len(linked.refused) > 1 else ""
         raise PartialError(f"{linked.refused[0].message}{more}", slug="refused-input")
@@ -104,19 +104,19 @@ def run(args: argparse.Namespace) -> int:
 
 def _write(args: argparse.Namespace, form: str, linked: Linked) -> list[str]:
     """Write the graph; the lines about what was written."""
-    from traceloom.model import units
+    from traceloom.system import units
 
     path, graph = Path(args.output), linked.graph
     if form == "graph":
-        from traceloom.model import graph_store
+        from traceloom.graph import graph as graph_store
 
         size = graph_store.save(graph, path, force=args.force)
         return [f"Wrote {path} ({units.size(size)})."]
-    from traceloom.chakra import graph as chakra
+    from traceloom.workload.chakra import graph_read
 
     if form == "et":
-        size = chakra.write_rank(graph, path, force=args.force)
+        size = graph_read.write_rank(graph, path, force=args.force)
         return [f"Wrote {path} ({units.size(size)})."]
-    names = chakra.write_ranks(graph, path, force=args.force)
+    names = graph_read.write_ranks(graph, path, force=args.force)
     size = sum(name.stat().st_size for name in names)
     return [f"Wrote {path}/ ({len(names)} files, {units.size(size)})."]

@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 from traceloom.cli import options as types
 from traceloom.cli import outputs
-from traceloom.cli.progress import Progress
+from traceloom.cli.outputs import Progress
 
 BY = ("scope", "module", "category", "op", "stack", "dtype")
 DESCRIPTION = "Show who holds the memory at an instant, what grows, and every allocation by name."
@@ -47,14 +47,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Read, explain and show; returns the exit code."""
-    from traceloom.report.memory import MemoryOptions, document_of, find
+    from traceloom.report.memory import document_of
+    from traceloom.report.memory_sources import MemoryOptions, find
 
     def write_csv(_document: object, handle: BinaryIO) -> None:
-        from traceloom.report.memory import csvfile
+        from traceloom.report import memory_sources
 
-        csvfile.write(sources, options, handle, whole=args.all)
+        memory_sources.write(sources, options, handle, whole=args.all)
 
-    page = outputs.rendered("traceloom.report.memory.page")
+    page = outputs.lazy_renderer("traceloom.report.views.page:render")
     chosen = outputs.targets(args, {".html": page, ".htm": page, ".csv": write_csv, ".json": outputs.as_json})
     options = MemoryOptions(args.rank, args.by, args.depth, args.at, args.top, args.full_op_names)
     with Progress(shown=not args.quiet) as progress:
@@ -65,11 +66,11 @@ def run(args: argparse.Namespace) -> int:
         written = outputs.write(args, chosen, document, progress)
     if args.json:
         outputs.as_json(document, sys.stdout.buffer)
-    elif outputs.printed(args):
-        from traceloom.report.memory.terminal import render
+    elif outputs.is_printed(args):
         from traceloom.report.views import terminal
+        from traceloom.report.views.terminal import render_memory
 
-        terminal.put(partial(render, document, options), sys.stdout)
+        terminal.put(partial(render_memory, document, options), sys.stdout)
     following = f"traceloom memory {shlex.join(args.inputs)} -o memory.html"
-    outputs.close(args, written, following if document["ranks"] else None)
+    outputs.print_outcome(args, written, following if document["ranks"] else None)
     return 0

@@ -1,10 +1,13 @@
-"""Options and types of arguments that several verbs have in common."""
+"""Options several verbs have; verbs with actions."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import re
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kKMGT]?)(?P<binary>i?)[bB]?")
 _POWER = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -126,3 +129,46 @@ def share(text: str) -> float:
     if not 0 < fraction < 100:
         raise argparse.ArgumentTypeError(f"`{text}` is no change, as 5%")
     return fraction
+
+
+class VerbAction(NamedTuple):
+    """What a verb can do: in a sentence, with examples, its options, and how it is done."""
+
+    text: str
+    examples: str
+    add_options: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+def add_actions(
+    parser: argparse.ArgumentParser, actions: Mapping[str, VerbAction]
+) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """Declare actions; each with its parser, for the options that all of the verb have."""
+    declared = parser.add_subparsers(dest="action", metavar="ACTION", required=True, title="actions")
+    for name, action in actions.items():
+        own = declared.add_parser(
+            name,
+            help=action.text,
+            description=f"{action.text[0].upper()}{action.text[1:]}.",
+            epilog=f"examples:\n{textwrap.indent(action.examples, '  ')}",
+            formatter_class=parser.formatter_class,
+        )
+        action.add_options(own)
+        yield name, own
+
+
+class VerbOption:
+    """An option of actions: its names, and what else argparse takes of it."""
+
+    def __init__(self, *names: str, **settings: Any) -> None:
+        self.names, self.settings = names, settings
+
+
+def declaring(*options: VerbOption) -> Callable[[argparse.ArgumentParser], None]:
+    """What declares these options."""
+
+    def declare(parser: argparse.ArgumentParser) -> None:
+        for option in options:
+            parser.add_argument(*option.names, **option.settings)
+
+    return declare

@@ -1,6 +1,6 @@
-"""What a verb writes: which format a name means, what is never written over, what is printed at the end.
+"""Formats by name, never over an input, what is printed at the end; progress.
 
-`-` is standard output, where verbs print what they print without `-o`. Files are written by `traceloom.files`: whole or
+`-` is standard output, where verbs print what they print without `-o`. Files are written by `traceloom.system.files`: whole or
 not at all, and over others only with `--force`.
 """
 
@@ -10,22 +10,73 @@ import argparse
 import os
 import shlex
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 from traceloom.cli import options as types
-from traceloom.cli.progress import Progress
 from traceloom.errors import OutputError, UsageError
-from traceloom.files import is_address, with_addresses
-from traceloom.plain_text import encoded
+from traceloom.system.files import is_address, restore_addresses
+from traceloom.system.sanitize import sanitize, unsanitized
+from traceloom.system.text import encode_utf8
 
 if TYPE_CHECKING:
     from rich.text import Text
+
+
+_PATIENCE_S = 1.0
+_TICK_S = 0.2
+_WHEEL = "|/-\\"
+
+
+class Progress:
+    """A line that says what is being done, and is wiped off when all is done.
+
+    Args:
+        shown: False to stay silent whatever happens.
+    """
+
+    def __init__(self, *, shown: bool) -> None:
+        self._shown = shown and sys.stderr.isatty()
+        self._what = ""
+        self._begin = time.monotonic()
+        self._done = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Progress:  # noqa: PYI034  (typing.Self is younger than Python 3.10)
+        if self._shown:
+            self._thread = threading.Thread(target=self._turn, name="traceloom progress", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._done.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def say(self, what: str) -> None:
+        """What is being done from now on."""
+        self._what = sanitize(what)
+
+    def _turn(self) -> None:
+        if self._done.wait(_PATIENCE_S):
+            return
+        turns, stream = 0, unsanitized(sys.stderr)
+        while not self._done.wait(_TICK_S):
+            passed = time.monotonic() - self._begin
+            stream.write(f"\r\x1b[K{_WHEEL[turns % 4]} {self._what} ({passed:.0f} s)")
+            stream.flush()
+            turns += 1
+        stream.write("\r\x1b[K")
+        stream.flush()
+
 
 _STANDARD_OUTPUT = "-"
 # Arguments that name what is written. A store of baselines is read and written.
@@ -50,13 +101,13 @@ def add_output(parser: argparse._ActionsContainer, endings: str) -> None:
 
 
 def fetch(args: argparse.Namespace) -> None:
-    """Put local copies in the place of inputs that lie elsewhere (see `traceloom.read.remote`)."""
+    """Put local copies in the place of inputs that lie elsewhere (see `traceloom.system.remote`)."""
     named = {name: value for name in _READ if (value := getattr(args, name, None))}
     words = {name: [value] if isinstance(value, str) else value for name, value in named.items()}
     if not any(map(is_address, chain(*words.values()))):
         return
-    from traceloom.model import units
-    from traceloom.read.remote import local
+    from traceloom.system import units
+    from traceloom.system.remote import local
 
     with Progress(shown=not args.quiet) as progress:
 
@@ -70,13 +121,13 @@ def fetch(args: argparse.Namespace) -> None:
 
 
 @contextmanager
-def guarded(args: argparse.Namespace) -> Iterator[None]:
+def protect_inputs(args: argparse.Namespace) -> Iterator[None]:
     """Write over nothing that the user names for reading, or that readers find there, for what is done inside.
 
     Raises:
         UsageError: slug `wrong-usage`: an output is an input, is named twice, or cannot be standard output.
     """
-    from traceloom import files
+    from traceloom.system import files
 
     read: list[str | Path] = []
     written: list[str | Path] = []
@@ -90,10 +141,10 @@ def guarded(args: argparse.Namespace) -> Iterator[None]:
             )
         else:
             written += [word for word in words if str(word) != _STANDARD_OUTPUT]
-    with files.inputs_kept(read):
+    with files.protect_inputs(read):
         for path in map(Path, written):
             files.check_name(path)
-            files.check_no_input(path)
+            files.refuse_input(path)
         if len({os.path.realpath(path) for path in written}) < len(written):
             raise UsageError("one file is named twice by -o", slug="wrong-usage", hint="name each file once")
         yield
@@ -134,7 +185,7 @@ def targets(
         UsageError: slug `unknown-format`.
         OutputError: slugs `file-exists`, `cannot-write`.
     """
-    from traceloom import files
+    from traceloom.system import files
 
     names = [args.output] if isinstance(args.output, str) else args.output or []
     form, ours = directory or (None, "")
@@ -143,7 +194,7 @@ def targets(
         if directory is not None and chosen_form is form:
             files.check_directory(path, ours, force=args.force)
         else:
-            files.check_free(path, force=args.force)
+            files.refuse_existing(path, force=args.force)
     return chosen
 
 
@@ -160,7 +211,7 @@ def form_of(args: argparse.Namespace, formats: Mapping[str, str], ours: str, *, 
         UsageError: slug `unknown-format`.
         OutputError: slugs `file-exists`, `cannot-write`.
     """
-    from traceloom import files
+    from traceloom.system import files
 
     form, path = "directory", Path(args.output)
     if not mostly_directory or path.name.lower().endswith(tuple(formats)):
@@ -168,7 +219,7 @@ def form_of(args: argparse.Namespace, formats: Mapping[str, str], ours: str, *, 
     if form == "directory":
         files.check_directory(path, ours, force=args.force)
     else:
-        files.check_free(path, force=args.force)
+        files.refuse_existing(path, force=args.force)
     return form
 
 
@@ -194,7 +245,7 @@ def write(
     progress: Progress,
 ) -> list[tuple[Path, int]]:
     """Write the document into each file by what its format names; the files with their sizes in bytes."""
-    from traceloom import files
+    from traceloom.system import files
 
     written = []
     for path, produce in chosen:
@@ -205,17 +256,18 @@ def write(
 
 def as_json(document: Any, handle: BinaryIO) -> None:
     """A document as JSON."""
-    from traceloom.report.views.jsonfile import encode
+    from traceloom.report.views.files import encode
 
     handle.write(encode(document))
 
 
-def rendered(module: str, function: str = "render") -> Callable[[Any, BinaryIO], object]:
-    """Writes the text that a function of a module makes of a document; the module is loaded when it is needed."""
-    return lambda document, handle: handle.write(encoded(getattr(import_module(module), function)(document)))
+def lazy_renderer(path: str) -> Callable[[Any, BinaryIO], object]:
+    """Writes the text that a function (`module:name`) makes of a document; its module is loaded when it is needed."""
+    module, _, function = path.partition(":")
+    return lambda document, handle: handle.write(encode_utf8(getattr(import_module(module), function)(document)))
 
 
-def printed(args: argparse.Namespace) -> bool:
+def is_printed(args: argparse.Namespace) -> bool:
     """Whether the answer is printed: where no file was asked for, or `-` beside files."""
     return not args.output or _STANDARD_OUTPUT in args.output
 
@@ -230,20 +282,20 @@ def show(args: argparse.Namespace, document: Document, render: Callable[[Documen
     """
     if args.json:
         as_json(document, sys.stdout.buffer)
-    elif printed(args):
+    elif is_printed(args):
         from traceloom.report.views import terminal
 
         terminal.put(partial(render, document), sys.stdout)
 
 
-def say(args: argparse.Namespace, *lines: str) -> None:
+def add_reason(args: argparse.Namespace, *lines: str) -> None:
     """Print what is no part of the answer: nothing with `--quiet`, beside standard output where that is JSON."""
     if not args.quiet:
         for line in lines:
-            print(with_addresses(line), file=sys.stderr if args.json else sys.stdout)
+            print(restore_addresses(line), file=sys.stderr if args.json else sys.stdout)
 
 
-def repeated(args: argparse.Namespace, output: str) -> str:
+def repeat_command(args: argparse.Namespace, output: str) -> str:
     """The same command, with every option that was given, writing a file.
 
     Args:
@@ -266,7 +318,7 @@ def repeated(args: argparse.Namespace, output: str) -> str:
     return shlex.join([*words, "-o", output])
 
 
-def close(args: argparse.Namespace, written: Iterable[tuple[Path, int]], following: str | None) -> None:
+def print_outcome(args: argparse.Namespace, written: Iterable[tuple[Path, int]], following: str | None) -> None:
     """The last lines of a verb: what was written, or what to try next.
 
     Args:
@@ -274,9 +326,9 @@ def close(args: argparse.Namespace, written: Iterable[tuple[Path, int]], followi
         written: Files with their sizes in bytes.
         following: The next useful command, for who has written nothing; None where there is none.
     """
-    from traceloom.model import units
+    from traceloom.system import units
 
     lines = [f"Wrote {path} ({units.size(size)})." for path, size in written]
-    say(args, *lines)
+    add_reason(args, *lines)
     if following is not None and not lines and not args.json:
-        say(args, f"\nNext: {following}")
+        add_reason(args, f"\nNext: {following}")

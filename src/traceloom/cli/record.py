@@ -11,8 +11,7 @@ from itertools import chain, count
 from pathlib import Path
 
 from traceloom.capture.launch import Launch
-from traceloom.capture.messages import say
-from traceloom.capture.settings import Settings, check_times, parse_steps
+from traceloom.capture.settings import Settings, check_times, parse_steps, say
 from traceloom.errors import CheckError, UsageError
 
 DESCRIPTION = """\

@@ -1,8 +1,9 @@
-"""`traceloom replay`: run a recorded workload again."""
+"""Verb replay."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
@@ -13,18 +14,86 @@ from typing import TYPE_CHECKING, BinaryIO
 import msgspec
 
 from traceloom.cli import options as types
-from traceloom.cli import outputs, replaying
-from traceloom.cli.progress import Progress
+from traceloom.cli import outputs
+from traceloom.cli.outputs import Progress
 from traceloom.errors import UsageError
-from traceloom.harmless import harmless
-from traceloom.model import units
-from traceloom.plain_text import encoded
-from traceloom.replay.plan import COLLECTIVE, RUN, STAND_IN
+from traceloom.system import units
+from traceloom.system.sanitize import sanitize
+from traceloom.system.text import encode_utf8
+from traceloom.workload.replay.plan import COLLECTIVE, RUN, STAND_IN
 
 if TYPE_CHECKING:
-    from traceloom.replay.comparison import ReplayComparison
-    from traceloom.replay.dry_run import RankDryRun
-    from traceloom.replay.plan import ReplayPlan
+    from traceloom.workload.replay.comparison import ReplayComparison
+    from traceloom.workload.replay.dry_run import RankDryRun
+    from traceloom.workload.replay.plan import ReplayPlan
+    from traceloom.workload.replay.running import RunOptions
+
+
+_MAX_TIME_S, _TIMEOUT_S = 60.0, 300.0
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Declare them."""
+    how = parser.add_argument_group("how it is run")
+    how.add_argument(
+        "--device", choices=("cpu", "cuda", "xpu"), help="where (default: as recorded where there is one, else cpu)"
+    )
+    how.add_argument(
+        "--pace", choices=("fast", "recorded"), default="fast",
+        help="fast (default): one op after the other; recorded: with the gaps that the host left between them",
+    )  # fmt: skip
+    how.add_argument(
+        "--threads", choices=("one", "recorded"), default="one",
+        help="one thread calls all ops (default), or as many as recorded, which wait for each other where they must",
+    )  # fmt: skip
+    how.add_argument(
+        "--iterations", type=types.count, metavar="N", help="passes (default: until the median is known to 2 %%)"
+    )
+    how.add_argument(
+        "--max-time", type=types.positive, default=_MAX_TIME_S, metavar="S", help="no pass begins later (default: 60 s)"
+    )
+    how.add_argument(
+        "--timeout", type=types.positive, default=_TIMEOUT_S, metavar="S",
+        help="how long a collective may take (default: 300 s)",
+    )  # fmt: skip
+    how.add_argument("--memory-limit", type=types.size, metavar="SIZE", help="what the tensors of a rank may take")
+    how.add_argument("--seed", type=types.whole, default=0, metavar="N", help="of random contents (default: 0)")
+    how.add_argument("--backend", metavar="NAME", help="of torch.distributed (default: gloo, on GPUs nccl)")
+    how.add_argument(
+        "--stand-ins", action="store_true", help="what cannot be run takes its recorded time; else it takes none"
+    )
+    how.add_argument(
+        "--record", metavar="DIR",
+        help="record some further passes: a capture that `traceloom diff` and `traceloom report` take",
+    )  # fmt: skip
+    how.add_argument("--strict", action="store_true", help="stop at the first op that fails")
+    how.add_argument(
+        "--trust", action="store_true",
+        help="execute the sources of compiled kernels, which were recorded beside the trace: code of whoever made it",
+    )  # fmt: skip
+    how.add_argument(
+        "--import", dest="imports", action="append", default=[], metavar="MODULE",
+        help="a Python module that brings custom ops (may be repeated)",
+    )  # fmt: skip
+
+
+def is_follower() -> bool:
+    """Whether this is one of torchrun's processes other than the first, which alone prints and writes."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK", "0") != "0"
+
+
+def run_options(args: argparse.Namespace) -> RunOptions:
+    """What the user wants."""
+    from traceloom.workload.replay.running import RunOptions
+
+    return RunOptions(
+        device=args.device, pace=args.pace, iterations=args.iterations, max_time_s=args.max_time,
+        timeout_s=args.timeout, memory_limit=args.memory_limit, seed=args.seed, backend=args.backend, ranks=args.ranks,
+        stand_ins=args.stand_ins, strict=args.strict, threads=args.threads, imports=tuple(args.imports),
+        trust=args.trust,
+        record=None if args.record is None else str(Path(args.record).resolve()), force=args.force,
+    )  # fmt: skip
+
 
 _SLOWEST = 10
 _MOST = 1 << 20  # times a size
@@ -75,7 +144,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="all dimensions of a size times F (may be repeated)",
     )  # fmt: skip
     size.add_argument("--repeat", type=repeat, metavar="SCOPE=N", help="what ran in a scope N times, as blocks.3=8")
-    replaying.add_options(parser)
+    add_run_options(parser)
     parser.add_argument(
         "--machine", metavar="FILE|PRESET",
         help="also simulate the steps on this machine, from `traceloom calibrate --here`, and print the difference",
@@ -94,10 +163,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plan, run, show and write; returns the exit code."""
-    from traceloom.replay import Choice, dry_run, make_plan, replay
-    from traceloom.replay.comparison import compare_replay
-    from traceloom.report import replayed as report
-    from traceloom.report.replayed.files import REPLAY
+    from traceloom.report import replay as report
+    from traceloom.report.replay import REPLAY
+    from traceloom.workload.replay.comparison import compare_replay
+    from traceloom.workload.replay.dry_run import dry_run
+    from traceloom.workload.replay.planning import Choice, make_plan
+    from traceloom.workload.replay.ranks import replay
 
     of_plan, of_run, directories = _targets(args)
     choice = Choice(
@@ -107,31 +178,31 @@ def run(args: argparse.Namespace) -> int:
         only=args.only,
         ranks=args.ranks,
     )
-    is_printed = not args.plan_only and not args.dry_run and outputs.printed(args)
+    is_printed = not args.plan_only and not args.dry_run and outputs.is_printed(args)
     runs = bool(of_run or directories or args.record or is_printed)
-    if replaying.is_follower():
+    if is_follower():
         of_plan, of_run, directories, args.quiet = [], [], [], True
     replayed = dry = comparison = simulated = None
     with Progress(shown=not args.quiet) as progress:
         plan = make_plan(*args.inputs, choice=choice, cache=not args.no_cache, progress=progress.say)
         plan = _resized(args, plan)
         if args.trust and runs:  # which sources are about to be executed is said whatever else is not
-            from traceloom.replay.kernels import sources_in_words
+            from traceloom.workload.replay.kernels import sources_in_words
 
             for line in sources_in_words(plan):
-                print(harmless(f"trusted: {line}"), file=sys.stderr)
+                print(sanitize(f"trusted: {line}"), file=sys.stderr)
         written = outputs.write(args, of_plan, plan, progress)
         if args.dry_run:
             dry = dry_run(plan, imports=args.imports)
         elif runs:
-            if args.machine and not replaying.is_follower():
-                from traceloom.replay.simulated import simulate_steps
+            if args.machine and not is_follower():
+                from traceloom.workload.replay.comparison import simulate_steps
 
                 simulated = simulate_steps(
                     args.inputs, plan, args.machine, with_gaps=args.pace == "recorded", cache=not args.no_cache,
                     say=progress.say,
                 )  # fmt: skip
-            replayed = replay(plan, replaying.run_options(args), say=progress.say)
+            replayed = replay(plan, run_options(args), say=progress.say)
         if replayed is not None:
             comparison = compare_replay(plan, replayed, simulated)
             written += outputs.write(args, of_run, comparison, progress)
@@ -139,17 +210,17 @@ def run(args: argparse.Namespace) -> int:
     if dry is not None and args.json:
         outputs.as_json({"ranks": [msgspec.to_builtins(of_rank) for of_rank in dry.values()]}, sys.stdout.buffer)
     elif dry is not None:
-        outputs.say(args, *_dry_lines(dry.values()))
+        outputs.add_reason(args, *_dry_lines(dry.values()))
     elif comparison is not None and args.json:
         report.write_json(comparison, sys.stdout.buffer)
-    elif comparison is not None and outputs.printed(args):
-        from traceloom.report.replayed.terminal import render
+    elif comparison is not None and outputs.is_printed(args):
+        from traceloom.report.replay import render_terminal
         from traceloom.report.views import terminal
 
-        terminal.put(partial(render, report.build(comparison)), sys.stdout)
+        terminal.put(partial(render_terminal, report.build(comparison)), sys.stdout)
     elif not runs:
-        outputs.say(args, *_lines(plan))
-    outputs.close(args, written, outputs.repeated(args, "replay.html" if runs else "run.plan"))
+        outputs.add_reason(args, *_lines(plan))
+    outputs.print_outcome(args, written, outputs.repeat_command(args, "replay.html" if runs else "run.plan"))
     return 0
 
 
@@ -185,7 +256,7 @@ def _resized(args: argparse.Namespace, plan: ReplayPlan) -> ReplayPlan:
     """The plan at the sizes that were asked for."""
     if not (args.batch or args.scale or args.repeat):
         return plan
-    from traceloom.replay.scaling import repeated, scaled
+    from traceloom.workload.replay.resize import repeated, scaled
 
     if args.repeat:
         scope, _, times = args.repeat.rpartition("=")
@@ -208,17 +279,17 @@ def _targets(
         UsageError: slug `wrong-usage`, `unknown-format`, `no-such-table`.
         OutputError: slugs `file-exists`, `cannot-write`.
     """
-    from traceloom.report.exports.tables import OURS
-    from traceloom.report.replayed.files import REPLAY
+    from traceloom.report.replay import REPLAY
+    from traceloom.report.views.files import OURS
 
     def script(plan: ReplayPlan, handle: BinaryIO) -> None:
-        from traceloom.replay.script import write_script, write_worst
+        from traceloom.workload.replay.script import write_script, write_worst
 
         if args.op or args.slowest:
             text = write_worst(plan, args.op, args.slowest or _SLOWEST, seed=args.seed)
         else:
             text = write_script(plan, seed=args.seed)
-        handle.write(encoded(text))
+        handle.write(encode_utf8(text))
 
     of_plan: dict[str, Callable[[ReplayPlan, BinaryIO], object]] = {
         ".plan": lambda plan, handle: plan.pack(handle),
@@ -248,18 +319,18 @@ def _targets(
 
 def _lines(plan: ReplayPlan) -> Iterator[str]:
     """What the plan holds, a line for each rank."""
-    from traceloom.report.notices import with_ranks
+    from traceloom.report.labels import group_by_ranks
 
     for rank_plan in plan:
         counts = dict(rank_plan.ops["action"].value_counts().iter_rows())
         outside = rank_plan.storages.filter("external")
         yield (
-            f"rank {rank_plan.rank}: {units.counted(counts.get(RUN, 0), 'op')} of {rank_plan.calls.height:,} "
-            f"different calls, {units.counted(counts.get(COLLECTIVE, 0), 'collective')}, "
-            f"{units.counted(counts.get(STAND_IN, 0), 'stand-in')}, {rank_plan.left_out.height:,} left out; "
-            f"{units.counted(outside.height, 'tensor')} from outside ({units.size(int(outside['bytes'].sum()))})"
+            f"rank {rank_plan.rank}: {units.count_of(counts.get(RUN, 0), 'op')} of {rank_plan.calls.height:,} "
+            f"different calls, {units.count_of(counts.get(COLLECTIVE, 0), 'collective')}, "
+            f"{units.count_of(counts.get(STAND_IN, 0), 'stand-in')}, {rank_plan.left_out.height:,} left out; "
+            f"{units.count_of(outside.height, 'tensor')} from outside ({units.size(int(outside['bytes'].sum()))})"
         )
-    for notice, sentence in with_ranks([notice.to_dict() for notice in plan.notices]):
+    for notice, sentence in group_by_ranks([notice.to_dict() for notice in plan.notices]):
         yield f"{notice['severity']}: {sentence}"
 
 
@@ -269,9 +340,9 @@ def _dry_lines(ranks: Iterable[RankDryRun]) -> Iterator[str]:
         share = units.share(of_rank.covered_ns or 0, of_rank.duration_ns) if of_rank.duration_ns else None
         peak = ", ".join(f"{units.size(size)} on {device}" for device, size in of_rank.peak_bytes.items() if size)
         yield (
-            f"rank {of_rank.rank}: {units.count(of_rank.covered)} of {units.counted(of_rank.ops, 'op')} run here"
+            f"rank {of_rank.rank}: {units.count(of_rank.covered)} of {units.count_of(of_rank.ops, 'op')} run here"
             + (f" ({share} of their recorded time)" if share else "")
-            + f"; {units.count(of_rank.looked_at)} compared, {units.counted(len(of_rank.wrong), 'difference')}"
+            + f"; {units.count(of_rank.looked_at)} compared, {units.count_of(len(of_rank.wrong), 'difference')}"
             + (f"; tensors of at most {peak}" if peak else "")
         )
         for wrong in of_rank.wrong:

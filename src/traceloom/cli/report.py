@@ -18,20 +18,21 @@ from typing import TYPE_CHECKING, Any
 
 from traceloom.cli import options as types
 from traceloom.cli import outputs
-from traceloom.cli.progress import Progress
+from traceloom.cli.outputs import Progress
 from traceloom.errors import InputError, PartialError, UsageError
-from traceloom.files import with_addresses
-from traceloom.one_core import on_one_core
+from traceloom.system.files import restore_addresses
+from traceloom.system.process import pin_to_one_core
 
 if TYPE_CHECKING:
-    from traceloom.analyze.kind_rules import KindRule
-    from traceloom.model import Notice, Session
-    from traceloom.read import Loaded
-    from traceloom.read import ReadProgress as Reading
-    from traceloom.read.kept import Kept
+    from traceloom.analyze.kernel_rules import KindRule
+    from traceloom.formats import Loaded
+    from traceloom.formats import ReadProgress as Reading
     from traceloom.report import ReportOptions
     from traceloom.report.documents import ReportDocument
-    from traceloom.report.formats import Report
+    from traceloom.report.views.files import Report
+    from traceloom.trace.cache import DocumentCache
+    from traceloom.trace.notice import Notice
+    from traceloom.trace.session import Session
 
 _MOST_FILES = 1_000  # tables and pictures with a row per rank say little long before
 SORT_KEYS = ("self", "total", "device", "mean", "max", "count", "name")
@@ -98,10 +99,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Read, analyse and show; returns the exit code."""
-    from traceloom.read import Cache
-    from traceloom.read.ahead import decoding
-    from traceloom.read.kept import Kept
+    from traceloom.formats import Cache
+    from traceloom.formats.ahead import decoding
+    from traceloom.formats.inputs import files_of
     from traceloom.report.sections import CORE, FINDINGS
+    from traceloom.trace.cache import DocumentCache
 
     options = _options(args)
     # The short report on a terminal is made of the core and the findings; all else would be computed for nobody.
@@ -110,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
     kept = None
     if not (args.no_cache or args.rules):  # rules are code
         choices = repr(replace(made, top=0, sort=None, full=False))  # without those that the document does not show
-        kept = Kept(args.inputs, [args.graph_capture] if args.graph_capture else [], choices)
+        kept = DocumentCache(args.inputs, [args.graph_capture] if args.graph_capture else [], choices, files_of)
     if brief and kept and (short := kept.get(_SHORT)):
         from traceloom.report.views import terminal
 
@@ -127,16 +129,14 @@ def _run(
     args: argparse.Namespace,
     options: ReportOptions,
     made: ReportOptions,
-    kept: Kept | None,
+    kept: DocumentCache | None,
     document: ReportDocument | None,
 ) -> int:
     """Write and show; `made` is what the document is made with, which stands in `document` where it was kept."""
-    from traceloom import files
     from traceloom import report as reports
-    from traceloom.model import units
-    from traceloom.report.formats import FORMATS, Directory, Format, Report, directory
     from traceloom.report.sections import chosen
-    from traceloom.report.views.jsonfile import encode
+    from traceloom.report.views.files import FORMATS, Directory, Format, Report, directory, encode
+    from traceloom.system import files, units
 
     tables = directory(f".{args.format}")
     formats: dict[str, Format | Directory] = {ending: form for form in FORMATS for ending in form.endings}
@@ -147,12 +147,12 @@ def _run(
             report = Report(document, lambda: reports.selected(_load(args, progress).runs[0], made), made)
         else:
             # What the report is made by is loaded before its turn: a trace may be decoded elsewhere meanwhile.
-            importlib.import_module("traceloom.report.document")
+            importlib.import_module("traceloom.report.run")
             chosen(made.only)
             try:
                 loaded = _load(args, progress)
             except InputError as error:
-                from traceloom.report.memory.sources import REPORT_ENDING
+                from traceloom.report.memory_sources import REPORT_ENDING
 
                 # Memory may have run out before anything else was written.
                 reports_of_memory = (Path(text).glob(f"*{REPORT_ENDING}") for text in args.inputs)
@@ -160,7 +160,7 @@ def _run(
                     raise
                 return _out_of_memory(args)
             progress.say("analysing")
-            until_written.enter_context(on_one_core(sum(session.event_count for session in loaded.runs)))
+            until_written.enter_context(pin_to_one_core(sum(session.event_count for session in loaded.runs)))
             report = _report(loaded.runs, args, made, [str(path) for path, form in targets if not form.of_runs])
             refused = loaded.refused
         written = []
@@ -173,12 +173,12 @@ def _run(
                 written.append((path, sum(file.stat().st_size for file in inside)))
     if args.json:
         sys.stdout.buffer.write(encode(report.document))
-    elif outputs.printed(args):
+    elif outputs.is_printed(args):
         from traceloom.report.views import terminal
 
         terminal.show(report.document, options, sys.stdout)
     for (path, size), (_, form) in zip(written, targets, strict=True):
-        outputs.say(args, f"Wrote {path} ({units.size(size)}); {form.next_step}.")
+        outputs.add_reason(args, f"Wrote {path} ({units.size(size)}); {form.next_step}.")
     if not written and not report.document["runs"]:
         _close(args, report.document)
     if refused:  # the report is made of the rest; the exit code and a last word say that it is not all
@@ -200,7 +200,7 @@ def _close(args: argparse.Namespace, document: Mapping[str, Any]) -> None:
     words = shlex.join(args.inputs)
     if len(args.inputs) > 1 and _is_pattern(document["name"], [row["path"] for row in document["inputs"]]):
         words = document["name"]
-    outputs.close(args, [], f"traceloom report {words} -o report.html")
+    outputs.print_outcome(args, [], f"traceloom report {words} -o report.html")
 
 
 def _out_of_memory(args: argparse.Namespace) -> int:
@@ -228,7 +228,7 @@ def _options(args: argparse.Namespace) -> ReportOptions:
         hint = "give --peak bf16=989e12,memory=3.35e12, or --device with the name of a device"
         raise UsageError(f"`{args.peak}` is no pair of a name and a number", slug="bad-peak", hint=hint)
     if peak is not None:
-        from traceloom.analyze.peaks import peak_of
+        from traceloom.analyze.placed_calls import peak_of
 
         peak_of(peak)
     rules: tuple[KindRule, ...] = ()
@@ -258,7 +258,7 @@ def _options(args: argparse.Namespace) -> ReportOptions:
 
 
 def _load(args: argparse.Namespace, progress: Progress) -> Loaded:
-    from traceloom.read import load_inputs
+    from traceloom.formats import load_inputs
 
     if "-" in args.inputs and sys.stdin.isatty():
         raise UsageError(
@@ -278,7 +278,7 @@ def _load(args: argparse.Namespace, progress: Progress) -> Loaded:
 def _report(sessions: Sequence[Session], args: argparse.Namespace, options: ReportOptions, of_one: list[str]) -> Report:
     """The report; `of_one` are the files whose formats are about one run."""
     from traceloom import report
-    from traceloom.report.formats import Report
+    from traceloom.report.views.files import Report
 
     if len(sessions) == 1:
         document = report.build(sessions[0], options, beside=not args.rules)  # which may have registered models
@@ -294,7 +294,7 @@ def _report(sessions: Sequence[Session], args: argparse.Namespace, options: Repo
             inputs = shlex.quote(str(min(of_session)))
         elif len(paths) > 1:
             inputs = session.name if _is_pattern(session.name, paths) else inputs
-        commands.append(with_addresses(f"traceloom report {inputs}"))
+        commands.append(restore_addresses(f"traceloom report {inputs}"))
     of_one = of_one + [option for option, value in (("--rank", args.rank), ("--steps", args.steps)) if value]
     if of_one:
         raise UsageError(
@@ -302,7 +302,7 @@ def _report(sessions: Sequence[Session], args: argparse.Namespace, options: Repo
             slug="several-runs",
             hint=f"choose one, as with: {commands[0]}",
         )
-    document = report.build_runs(sessions, with_addresses(", ".join(args.inputs)), commands)
+    document = report.build_runs(sessions, restore_addresses(", ".join(args.inputs)), commands)
     return Report(document, lambda: sessions[0], options)
 
 

@@ -12,7 +12,7 @@ from traceloom.cli import options as types
 from traceloom.errors import UsageError
 
 if TYPE_CHECKING:
-    from traceloom.portal.readers import ProxyUsers
+    from traceloom.fleet.portal.app import ProxyUsers
 
 DESCRIPTION = (
     "Run the fleet's service until Ctrl-C: it takes captures of whole jobs, analyses them by itself, and keeps their "
@@ -106,18 +106,17 @@ def run(args: argparse.Namespace) -> int:
         )
     from platformdirs import user_data_path
 
-    from traceloom.agent.config import Tcp
-    from traceloom.collect.client import token_path
-    from traceloom.collect.cluster import EngineTls
-    from traceloom.collect.executors import engine_of
-    from traceloom.collect.pipeline import COMMIT_S, LEASE_S
-    from traceloom.collect.service import Service, keep_local_token, serve
-    from traceloom.collect.table_writer import WriterProcess
-    from traceloom.collect.telling import WebhookTargets
-    from traceloom.portal.app import build_portal
-    from traceloom.store.objects import Objects
-    from traceloom.store.state import State
-    from traceloom.store.tables import Tables
+    from traceloom.cli.upload import token_path
+    from traceloom.fleet.portal.app import build_portal
+    from traceloom.fleet.service.committer import WriterProcess
+    from traceloom.fleet.service.executors import EngineTls, engine_of
+    from traceloom.fleet.service.pipeline import COMMIT_S, LEASE_S
+    from traceloom.fleet.service.service import Service, keep_local_token, serve
+    from traceloom.fleet.service.webhooks import WebhookTargets
+    from traceloom.fleet.store.captures import State
+    from traceloom.fleet.store.objects import Objects
+    from traceloom.fleet.store.tables import Tables
+    from traceloom.server.settings import Tcp
 
     proxy = _proxy(args)
     files = (args.engine_ca, args.engine_certificate, args.engine_key)
@@ -134,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         demo = None
         if args.demo:
-            from traceloom.demo.serving import Demo
+            from traceloom.fleet.demo.serving import Demo
 
             demo = stack.enter_context(Demo.in_directory(args.store, args.state))
         store = args.store if demo is None else str(demo.directory.path)
@@ -181,7 +180,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _proxy(args: argparse.Namespace) -> ProxyUsers | None:
     """Who says who asks, where a proxy does."""
-    from traceloom.portal.readers import ProxyUsers
+    from traceloom.fleet.portal.app import ProxyUsers
 
     if bool(args.proxy_user_header) != bool(args.proxy_from):
         raise UsageError("--proxy-user-header and --proxy-from go together", slug="wrong-usage")
@@ -195,7 +194,7 @@ def _proxy(args: argparse.Namespace) -> ProxyUsers | None:
 
 def _welcome(url: str, store: str, demo_token: str) -> str:
     """What is printed once it answers at an address."""
-    from traceloom.collect.client import SERVER, token_path
+    from traceloom.cli.upload import SERVER, token_path
 
     if demo_token:  # it is printed nowhere else
         return (

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from traceloom.cli import options as types
 from traceloom.cli import outputs
-from traceloom.cli.progress import Progress
+from traceloom.cli.outputs import Progress
 from traceloom.errors import InputError, UsageError
-from traceloom.plain_text import encoded
+from traceloom.system.text import encode_utf8
 
 if TYPE_CHECKING:
     from traceloom.report.documents.workload import NodeDocument, WorkloadSummaryDocument
-    from traceloom.report.workload.network import NodeNetwork
+    from traceloom.report.workload import NodeNetwork
 
 DESCRIPTION = "Show what a graph or a set of Chakra files is made of: on the terminal, or drawn in a page."
 EXAMPLES = """\
@@ -45,19 +45,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Read and show; returns the exit code."""
-    from traceloom.model import units
+    from traceloom.system import units
 
     def draw(summary: WorkloadSummaryDocument, handle: BinaryIO) -> None:
-        from traceloom.report.workload.drawing import render
-        from traceloom.report.workload.picture import collapsed, neighbourhood
+        from traceloom.report.workload_drawing import collapsed, neighbourhood, render
 
         picture = collapsed(network) if row is None else neighbourhood(network, row, args.depth)
-        handle.write(encoded(render(picture, summary)))
+        handle.write(encode_utf8(render(picture, summary)))
 
     chosen = outputs.targets(args, {".html": draw, ".htm": draw})
     with Progress(shown=not args.quiet) as progress:
         progress.say("reading")
-        from traceloom.report.workload.network import of_graph, of_workload
+        from traceloom.report.workload import of_graph, of_workload
 
         graphs = [path for path in args.inputs if Path(path).name.lower().endswith(".graph")]
         if graphs and len(args.inputs) > 1:
@@ -65,11 +64,11 @@ def run(args: argparse.Namespace) -> int:
                 "a graph is shown alone", slug="wrong-usage", hint=f"traceloom show {shlex.quote(graphs[0])}"
             )
         if graphs:
-            from traceloom.model.graph_store import load
+            from traceloom.graph.graph import load
 
             network = of_graph(load(graphs[0]))
         else:
-            from traceloom.chakra.workload import places, read_workload
+            from traceloom.formats.chakra.nodes import places, read_workload
 
             file_sets = places(args.inputs)
             if len(file_sets) > 1:
@@ -82,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
             network = of_workload(read_workload(file_sets[0], lambda path: progress.say(f"reading {path}")))
         row = None if args.node is None else _row(network, args.node, args.rank)
         progress.say("counting")
-        from traceloom.report.workload.summary import neighbours, summarise
+        from traceloom.report.workload import neighbours, summarise
 
         document: WorkloadSummaryDocument | NodeDocument
         document = summarise(network) if row is None else neighbours(network, row)
@@ -91,26 +90,26 @@ def run(args: argparse.Namespace) -> int:
             summary = document if document["format"] == "traceloom-workload-summary" else summarise(network)
             written = outputs.write(args, chosen, summary, progress)
     if args.json:
-        from traceloom.report.views.jsonfile import encode
+        from traceloom.report.views.files import encode
 
         sys.stdout.buffer.write(encode(document))
-    elif outputs.printed(args):
+    elif outputs.is_printed(args):
+        from traceloom.report import workload
         from traceloom.report.views.terminal import put
-        from traceloom.report.workload import terminal
 
         if document["format"] == "traceloom-node":
-            put(partial(terminal.render_node, document), sys.stdout)
+            put(partial(workload.render_node, document), sys.stdout)
         else:
-            put(partial(terminal.render, document), sys.stdout)
+            put(partial(workload.render, document), sys.stdout)
     for path, size in written:
-        outputs.say(args, f"Wrote {path} ({units.size(size)}); open it in a browser.")
+        outputs.add_reason(args, f"Wrote {path} ({units.size(size)}); open it in a browser.")
     if not written and row is None:
-        outputs.close(args, [], f"traceloom show {shlex.join(args.inputs)} -o drawing.html")
+        outputs.print_outcome(args, [], f"traceloom show {shlex.join(args.inputs)} -o drawing.html")
     return 0
 
 
 def _row(network: NodeNetwork, identity: int, rank: int | None) -> int:
-    from traceloom.report.workload.network import row_of
+    from traceloom.report.workload import row_of
 
     rows = row_of(network, identity, rank)
     if not rows:

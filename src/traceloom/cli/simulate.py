@@ -1,21 +1,310 @@
-"""`traceloom simulate`: how long a workload takes on another machine."""
+"""Verb simulate: scaling, sweeps."""
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
+import os
 import sys
+from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from traceloom.cli import options as types
-from traceloom.cli import outputs, scaling, sweeping
-from traceloom.cli.progress import Progress
-from traceloom.errors import UsageError
+from traceloom.cli import outputs
+from traceloom.cli.outputs import Progress
+from traceloom.errors import OutputError, UsageError
+from traceloom.system.files import report_write_errors
+from traceloom.system.process import clean_up_on_exit
 
 if TYPE_CHECKING:
-    from traceloom.simulate.machine import Machine
-    from traceloom.simulate.simulation import Simulation
+    from traceloom.report.documents.sweep import SweepDocument
+    from traceloom.workload.simulate.inputs import SimulationInput
+    from traceloom.workload.simulate.machine import Machine
+    from traceloom.workload.simulate.result import Simulation
+    from traceloom.workload.simulate.scale import RecordedJob
+    from traceloom.workload.simulate.sweep import SweepAxis, SweepPoint, SweepQuestion, SweepRow
+
+
+# Sizes of a job that only another recording, or a generated workload, can have.
+_REFUSED = {
+    "tensor_parallel": "every kernel of a layer would work on another part of it",
+    "pipeline_parallel": "every stage would hold other layers",
+    "micro_batches": "stages would wait for each other in another order",
+}
+
+
+def add_scaling_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options that ask for another scale."""
+    scale = parser.add_argument_group("at which scale")
+    size = scale.add_mutually_exclusive_group()
+    size.add_argument(
+        "--ranks", type=types.count, metavar="N", help="the same job with N ranks: more (or fewer) copies"
+    )
+    size.add_argument("--data-parallel", type=types.count, metavar="N", help="the same with N copies of the model")
+    for name in _REFUSED:
+        scale.add_argument(f"--{name.replace('_', '-')}", type=types.count, help=argparse.SUPPRESS)
+    scale.add_argument(
+        "--role", action="append", default=[], metavar="GROUP=ROLE", help="what a group is for, as 9=data, where its "
+        "name and calls do not tell",
+    )  # fmt: skip
+    scale.add_argument("--draws", type=types.count, default=200, metavar="N", help="how many steps are drawn (200)")
+    scale.add_argument("--seed", type=types.whole, default=0, metavar="N", help="of chance (0)")
+
+
+def is_asked(args: argparse.Namespace) -> bool:
+    """Whether another scale is asked for.
+
+    Raises:
+        UsageError: slug `cannot-scale`: one that cannot be made of what was recorded.
+    """
+    for name, why in _REFUSED.items():
+        if getattr(args, name) is not None:
+            raise UsageError(
+                f"--{name.replace('_', '-')} cannot be changed in what was recorded: {why}",
+                slug="cannot-scale",
+                hint="record a job that has it, or plan with --sweep and `traceloom generate transformer`",
+            )
+    return args.ranks is not None or args.data_parallel is not None
+
+
+def recorded_job(args: argparse.Namespace, source: SimulationInput, machine: Machine | None) -> RecordedJob:
+    """The recorded job, on the device that is asked for, or that of the machine."""
+    from traceloom.workload.simulate.native import on_device
+    from traceloom.workload.simulate.scale import RecordedJob, roles_of
+
+    if source.only is not None:
+        raise UsageError("--only is of the recorded size", slug="cannot-scale", hint="leave --only or the scale out")
+    if not source.measured:
+        raise UsageError(
+            "only recorded runs can be scaled: nothing here was measured, so nothing tells how works vary",
+            slug="cannot-scale",
+            hint="name the recorded run",
+        )
+    cases = on_device(source, machine, args.device, args.host_factor, args.recorded_device)
+    graph = cases.graphs[0]
+    roles = roles_of(source.session) if source.session else {}
+    for text in args.role:
+        group, equals, role = text.partition("=")
+        if not equals:
+            raise UsageError(f"`{text}` names no role", slug="wrong-usage", hint="write --role GROUP=data")
+        roles[group] = role
+    return RecordedJob(
+        graph, roles, draws=args.draws, seed=args.seed, measured=graph is source.graph, notices=cases.notices
+    )
+
+
+def machine_of(args: argparse.Namespace) -> Machine | None:
+    """The machine, of whatever size it is described; None for the recorded one."""
+    from traceloom.workload.simulate.machine_file import read_machine
+
+    if args.network:
+        from traceloom.workload.simulate.astra_sim import config
+
+        system = config.read_system(args.system) if args.system else None
+        return config.machine_of(config.read_network(args.network), system)
+    if args.machine is None:
+        if args.overrides:
+            raise UsageError("--set is of a machine", slug="wrong-usage", hint="name one with --machine")
+        return None
+    return read_machine(args.machine, args.overrides)
+
+
+def run_scaling(args: argparse.Namespace) -> int:
+    """Read, scale and show; returns the exit code."""
+    from traceloom.formats.chakra.files import FILES_OF_RANKS
+    from traceloom.report import simulation
+    from traceloom.workload.chakra.astra_sim import to_astra_sim
+    from traceloom.workload.simulate.inputs import open_input
+    from traceloom.workload.simulate.scale import on_machine
+
+    chosen = outputs.targets(args, {".json": "document"}, ("workload", FILES_OF_RANKS))
+    with Progress(shown=not args.quiet) as progress:
+        progress.say("reading")
+        source = open_input(args.inputs, groups=args.groups, only=args.only, step=args.step, cache=not args.no_cache)
+        progress.say("measuring how works vary")
+        described = machine_of(args)
+        job = recorded_job(args, source, described)
+        size = {"ranks": args.ranks, "data_parallel": args.data_parallel}
+        ranks = job.copies(**size) * job.axis.positions
+        machine = described.for_ranks(ranks) if described else None
+        model = on_machine(machine) if machine else None
+        progress.say(f"drawing steps of {ranks:,} ranks")
+        answer = job.at(**size, transfers=model)
+        document = simulation.build(
+            answer, source.name, (machine.name or str(args.machine or args.network)) if machine else ""
+        )
+        written = []
+        for path, form in chosen:
+            progress.say(f"writing {path}")
+            if form == "document":
+                written += outputs.write(args, [(path, outputs.as_json)], document, progress)
+            else:
+                progress.say(f"copying the graph for {ranks:,} ranks")
+                graph = job.graph_at(ranks=ranks, transfers=model)
+                progress.say(f"ordering {graph.nodes.height:,} nodes for {path}")
+                workload = to_astra_sim(graph)
+                progress.say(f"writing {ranks:,} files to {path}")
+                sizes = [file.stat().st_size for file in workload.write(path, force=args.force)]
+                written.append((path, sum(sizes)))
+    outputs.show(args, document, simulation.render_scaled)
+    outputs.print_outcome(args, written, outputs.repeat_command(args, "workload/"))
+    return 0
+
+
+_FORMAT = "traceloom-sweep-points"
+
+
+def add_sweep_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of sweeps."""
+    sweep = parser.add_argument_group("at many points")
+    sweep.add_argument(
+        "--sweep", action="append", default=[], metavar="KEY=VALUES", help="at each of these values, as "
+        "network.0.bandwidth=50,100 or ranks=8..1024*2; several: at all their combinations",
+    )  # fmt: skip
+    sweep.add_argument(
+        "--memory-limit", type=types.size, metavar="BYTES", help="leave out points of which a rank needs more, as 80GB"
+    )
+
+
+def run_sweep(args: argparse.Namespace) -> int:
+    """Evaluate all points and show what they say together; returns the exit code."""
+    from traceloom.report import sweep as report
+    from traceloom.workload.simulate.sweep import SweepQuestion, SweepTable, parse_axis, points_of
+
+    axes = [parse_axis(text) for text in args.sweep]
+    points = list(points_of(axes))
+    roles = dict(text.split("=", 1) for text in args.role if "=" in text)
+    question = SweepQuestion(
+        tuple(args.inputs), args.machine, tuple(args.overrides), args.device, args.host_factor, args.ranks,
+        args.data_parallel, None if args.groups is None else str(args.groups), args.only, args.step, roles, args.draws,
+        args.seed, args.memory_limit, not args.no_cache, args.recorded_device,
+    )  # fmt: skip
+    page = outputs.lazy_renderer("traceloom.report.sweep:render")
+    forms: dict[str, Callable[[SweepDocument, BinaryIO], object]] = {
+        ".json": outputs.as_json,
+        ".csv": lambda _, handle: table.points.write_csv(handle),
+        ".parquet": lambda _, handle: table.points.write_parquet(handle),
+        ".html": page,
+        ".htm": page,
+    }
+    chosen = outputs.targets(args, forms)
+    kept = _KeptPoints(chosen[0][0], question) if chosen else None
+    with Progress(shown=not args.quiet) as progress:
+        rows = _answers(question, axes, points, kept, progress)
+        table = SweepTable.of(axes, rows)
+        document = report.build(table, " ".join(args.inputs))
+        written = outputs.write(args, chosen, document, progress)
+    if kept is not None:
+        kept.path.unlink(missing_ok=True)
+    outputs.show(args, document, report.render_sweep)
+    outputs.print_outcome(args, written, outputs.repeat_command(args, "sweep.html"))
+    return 0
+
+
+def _answers(
+    question: SweepQuestion,
+    axes: list[SweepAxis],
+    points: list[SweepPoint],
+    kept: _KeptPoints | None,
+    progress: Progress,
+) -> list[SweepRow]:
+    """The points with their answers, in their order; what was kept is not asked again."""
+    from traceloom.workload.simulate.sweep import evaluate_points
+
+    answers = kept.read(points) if kept else {}
+    missing = {number: point for number, point in enumerate(points) if number not in answers}
+    done = len(answers)
+    progress.say(f"{done:,} of {len(points):,} points" if done else "reading")
+    with clean_up_on_exit(kept.announce if kept else lambda: None):
+        for number, row in evaluate_points(question, missing):
+            answers[number] = row
+            done += 1
+            if kept is not None:
+                kept.add(points[number], row)
+            progress.say(f"{done:,} of {len(points):,} points")
+    if not any(row["time_ns"] is not None for row in answers.values()):
+        reasons = sorted({str(row["reason"]) for row in answers.values()})
+        keys = ", ".join(axis.key for axis in axes)
+        raise UsageError(f"no point of {keys} has an answer: {reasons[0]}", slug="sweep-without-answers")
+    return [{**points[number], **answers[number], **points[number]} for number in range(len(points))]
+
+
+class _KeptPoints:
+    """Answers beside the output while a sweep goes on: whoever stops it can go on with the same command.
+
+    Args:
+        output: The file that will be written.
+        question: What is asked at the points.
+
+    Raises:
+        OutputError: slug `file-exists`: there is a file of that name which is none of ours.
+    """
+
+    def __init__(self, output: Path, question: SweepQuestion) -> None:
+        from traceloom import __version__
+
+        self.path = output.with_name(f"{output.name}.points")
+        stamps = []
+        for path in map(Path, filter(None, (*question.inputs, question.machine))):
+            files = sorted(path.iterdir()) if path.is_dir() else [path]
+            stamps.append([(of.name, of.stat().st_size, of.stat().st_mtime_ns) for of in files if of.is_file()])
+        text = json.dumps([asdict(question), stamps, __version__], sort_keys=True)
+        self._head = {"format": _FORMAT, "version": 1, "digest": hashlib.sha256(text.encode()).hexdigest()}
+        self._begun = False
+        self._count = 0
+        if self.path.exists() and _first(self.path).get("format") != _FORMAT:
+            raise OutputError(
+                "this file is in the way: answers are kept there while the sweep goes on",
+                slug="file-exists",
+                where=str(self.path),
+                hint="move it, or choose another name for the output",
+            )
+
+    def read(self, points: list[SweepPoint]) -> dict[int, SweepRow]:
+        """Answers by the number of their point; of the same question alone."""
+        if not self.path.exists() or _first(self.path) != self._head:
+            return {}
+        numbers = {json.dumps(point, sort_keys=True): number for number, point in enumerate(points)}
+        answers = {}
+        whole = self.path.read_text(encoding="utf-8").rpartition("\n")[0]  # the last line may have been cut off
+        for line in whole.splitlines()[1:]:
+            point, row = json.loads(line)
+            number = numbers.get(json.dumps(point, sort_keys=True))
+            if number is not None:
+                answers[number] = row
+        self._begun, self._count = True, len(answers)
+        self.path.write_text(whole + "\n", encoding="utf-8")
+        return answers
+
+    def add(self, point: SweepPoint, row: SweepRow) -> None:
+        """Keep one more."""
+        lines = [] if self._begun else [json.dumps(self._head)]
+        with report_write_errors(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a" if self._begun else "w", encoding="utf-8") as handle:
+                handle.write("".join(f"{line}\n" for line in [*lines, json.dumps([point, row])]))
+        self._begun = True
+        self._count += 1
+
+    def announce(self) -> None:
+        """Say that a sweep which is stopped can go on."""
+        text = f"\ntraceloom: the same command goes on after these {self._count:,} answers ({self.path})\n"
+        os.write(2, text.encode())
+
+
+def _first(path: Path) -> dict[str, Any]:
+    """The first line of the file; nothing where it is none of ours."""
+    try:
+        with path.open(encoding="utf-8") as handle:
+            head = json.loads(handle.readline(4096))
+    except (OSError, ValueError):
+        return {}
+    return head if isinstance(head, dict) else {}
+
 
 _DIRECTORY = "directory"
 DESCRIPTION = "Say how long a workload takes on another machine: its graph is evaluated with another network or device."
@@ -54,8 +343,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--recorded-device", metavar="NAME",
         help="what computed in the recording, where the traces do not name a device with known peaks",
     )  # fmt: skip
-    scaling.add_options(parser)
-    sweeping.add_options(parser)
+    add_scaling_options(parser)
+    add_sweep_options(parser)
     what = parser.add_argument_group("what is simulated")
     what.add_argument("--step", type=types.whole, metavar="N", help="one step (default: the whole window)")
     what.add_argument("--only", choices=("communication", "compute"), help="as if the other side took no time")
@@ -90,14 +379,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Read, simulate and show; returns the exit code."""
     _check(args)
-    is_scaled = scaling.is_asked(args)
+    is_scaled = is_asked(args)
     if args.sweep:
-        return sweeping.run(args)
+        return run_sweep(args)
     if is_scaled:
-        return scaling.run(args)
+        return run_scaling(args)
     from traceloom.report import simulation as report
-    from traceloom.report.exports.tables import OURS
-    from traceloom.report.simulation_files import SIMULATION
+    from traceloom.report.simulation import SIMULATION
+    from traceloom.report.views.files import OURS
 
     chosen = outputs.targets(args, {ending: ending for ending in SIMULATION.endings}, (_DIRECTORY, OURS))
     writers = {path: SIMULATION.writer(path, form) for path, form in chosen if form != _DIRECTORY}
@@ -111,13 +400,13 @@ def run(args: argparse.Namespace) -> int:
                 written += outputs.write(args, [(path, writers[path])], answer, progress)
     if args.json:
         report.write_json(answer, sys.stdout.buffer)
-    elif outputs.printed(args):
-        from traceloom.report import simulation_terminal
+    elif outputs.is_printed(args):
+        from traceloom.report import simulation
         from traceloom.report.views import terminal
 
-        terminal.put(partial(simulation_terminal.render, report.build(answer)), sys.stdout)
+        terminal.put(partial(simulation.render_simulation, report.build_simulation(answer)), sys.stdout)
     page = "simulation.json" if args.mode == "astra-sim" else "simulation.html"
-    outputs.close(args, written, outputs.repeated(args, page))
+    outputs.print_outcome(args, written, outputs.repeat_command(args, page))
     return 0
 
 
@@ -156,11 +445,11 @@ def _check(args: argparse.Namespace) -> None:
 
 def _native(args: argparse.Namespace, progress: Progress) -> Simulation:
     """By streams, threads and links."""
-    from traceloom.simulate import native
+    from traceloom.workload.simulate import native
 
     machine: Machine | str | None = args.machine
     if args.network:
-        from traceloom.simulate.astra_sim import machine_of, read_network, read_system
+        from traceloom.workload.simulate.astra_sim.config import machine_of, read_network, read_system
 
         machine = machine_of(read_network(args.network), read_system(args.system) if args.system else None)
     return native.run(
@@ -180,8 +469,9 @@ def _native(args: argparse.Namespace, progress: Progress) -> Simulation:
 
 def _as_astra_sim(args: argparse.Namespace, progress: Progress) -> Simulation:
     """As ASTRA-sim does."""
-    from traceloom.chakra.workload import places, read_workload
-    from traceloom.simulate.astra_sim import read_network, read_system, simulate
+    from traceloom.formats.chakra.nodes import places, read_workload
+    from traceloom.workload.simulate.astra_sim.config import read_network, read_system
+    from traceloom.workload.simulate.astra_sim.run import simulate
 
     algorithms = {}
     for text in args.collectives:

@@ -1,4 +1,4 @@
-"""`traceloom trace`: asks the agent for a trace of a job that runs."""
+"""Verb trace, agent or fleet."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from traceloom.cli import options as types
+from traceloom.cli.upload import FleetClient
 from traceloom.errors import CaptureError, InputError, OutputError, PartialError, UsageError
+from traceloom.system.sanitize import sanitize
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
     from rich.text import Text
 
-    from traceloom.agent.client import AgentClient
+    from traceloom.server.client import AgentClient
+
 
 DESCRIPTION = (
     "Trace a job that runs, without stopping or changing it: the host's agent asks PyTorch's own profiler in its "
@@ -101,9 +104,9 @@ def run(args: argparse.Namespace) -> int:
         PartialError: `partly-traced`: some of it was kept.
     """
     if args.server:
-        from traceloom.cli import fleet, fleet_tracing
+        from traceloom.cli import fleet
 
-        return fleet_tracing.run(args, fleet.client_of(args), {} if args.list or args.cancel else _wanted(args))
+        return run_fleet_trace(args, fleet.client_of(args), {} if args.list or args.cancel else _wanted(args))
     from traceloom.cli.agent import client_of
 
     client = client_of(args)
@@ -190,7 +193,7 @@ def _trace(args: argparse.Namespace, client: AgentClient) -> int:
 
 def _watched(args: argparse.Namespace, client: AgentClient, request: dict[str, Any]) -> dict[str, Any]:
     """Follow a request to its end; each change of a target is a line."""
-    from traceloom.harmless import harmless
+    from traceloom.system.sanitize import sanitize
 
     shown: dict[tuple[str, str], tuple[str, str]] = {}
     began = time.monotonic()
@@ -200,7 +203,7 @@ def _watched(args: argparse.Namespace, client: AgentClient, request: dict[str, A
             if shown.get(key) != now and not args.quiet:
                 shown[key] = now
                 line = f"{time.monotonic() - began:6.1f} s  {_state(target)}"
-                print(harmless(line), file=sys.stderr, flush=True)
+                print(sanitize(line), file=sys.stderr, flush=True)
         if request["done"]:
             return request
         time.sleep(_LOOK_S)
@@ -274,7 +277,7 @@ def _instant(text: str) -> int:
 def _listed(requests: list[dict[str, Any]]) -> Iterator[Text]:
     from rich.text import Text
 
-    from traceloom.harmless import harmless
+    from traceloom.system.sanitize import sanitize
 
     for request in requests:
         wanted = request["wanted"]
@@ -282,8 +285,110 @@ def _listed(requests: list[dict[str, Any]]) -> Iterator[Text]:
         when = datetime.fromtimestamp(request["asked_ns"] / 1e9).astimezone().strftime("%Y-%m-%d %H:%M:%S")
         yield Text(f"{request['id']}  {when}  {window}, by {request['who']}", "bold")
         if request["trigger"] is not None:
-            yield Text(harmless(f"  as {request['trigger']['what']}"))
+            yield Text(sanitize(f"  as {request['trigger']['what']}"))
         for target in request["targets"]:
             yield Text(f"  {_state(target)}")
     if not requests:
         yield Text("No requests.", "dim")
+
+
+_FLEET_POLL_S = 0.5
+_FLEET_GIVE_UP_S = 120.0  # that a service may take to be started again
+
+
+def run_fleet_trace(args: argparse.Namespace, client: FleetClient, wanted: dict[str, Any]) -> int:
+    """Ask, follow it to its end, and fetch the capture where `--output` says so; returns the exit code.
+
+    Raises:
+        UsageError: `wrong-usage`.
+        CaptureError: `nothing-traced`.
+        PartialError: `partly-traced`: some of it is missing.
+        OutputError: `file-exists`, `cannot-write`.
+    """
+    from traceloom.cli.fleet import follow_up
+
+    if args.list:
+        return _list(args, client)
+    if args.cancel:
+        answer = client.delete(f"requests/{args.cancel}")
+        print(json.dumps(answer, indent=2) if args.json else f"Request {answer['id']} is cancelled.")
+        return 0
+    if not args.job:
+        raise UsageError("a fleet traces jobs: --job JOB", slug="wrong-usage", hint="`traceloom fleet jobs` lists them")
+    output = Path(args.output) if args.output else None
+    if output is not None and (output.exists() or output.is_symlink()):
+        raise OutputError("there is something already", slug="file-exists", where=args.output, hint="name another -o")
+    start = "step" if args.by_step else "instant"
+    request = client.post("requests", {"wanted": wanted, "choose": args.choose or "", "start": start})
+    try:
+        request = _watch_fleet_trace(args, client, request)
+    except KeyboardInterrupt:
+        client.delete(f"requests/{request['id']}")
+        raise
+    if args.json:
+        print(json.dumps(request, indent=2))
+    if args.by_step and not args.quiet:
+        step = f"All began with step {request['start_step']}." if request["start_step"] else ""
+        print(sanitize(" ".join(filter(None, (step, request["start_detail"])))), file=sys.stderr)
+    if request["state"] in {"failed", "cancelled"}:
+        detail = request["detail"] or request["reason"] or request["state"]
+        hint = "; ".join(f"{host['host']}: {host['detail']}" for host in request["hosts"] if host["detail"])[:500]
+        raise CaptureError(f"nothing was traced: {detail}", slug="nothing-traced", hint=hint)
+    if output is not None:
+        route = f"captures/{request['capture']}"
+
+        def fetch(name: str, path: Path) -> None:
+            with path.open("xb") as file:
+                client.fetch(f"{route}/files/{name}", file)
+
+        download(output, client.get(route)["files"], fetch)
+    if not args.quiet and not args.json:
+        print(f"Capture {request['capture']} is in the fleet's store, analysed.")
+        print(follow_up(args, f"Look: traceloom fleet report {request['capture']} -o report.html"))
+        if output is not None:
+            print(f"Look: traceloom report {shlex.quote(args.output)}")
+    if request["state"] == "partial":
+        raise PartialError(f"some of it was not traced: {request['detail']}", slug="partly-traced")
+    return 0
+
+
+def _watch_fleet_trace(args: argparse.Namespace, client: FleetClient, request: dict[str, Any]) -> dict[str, Any]:
+    """Follow a request to its end; each change of it or of a host is a line."""
+    shown: dict[str, str] = {}
+    began, away_until = time.monotonic(), 0.0
+    while True:
+        lines = {"": request["state"]}
+        for host in request["hosts"]:
+            detail = f"  {host['detail']} ({host['reason']})" if host["detail"] else ""
+            lines[host["host"]] = f"{host['state']}{detail}"
+        for name, line in lines.items():
+            if shown.get(name) != line and not args.quiet:
+                text = f"{time.monotonic() - began:6.1f} s  {name or 'request':<16} {line}"
+                print(sanitize(text), file=sys.stderr, flush=True)
+        shown = lines
+        if request["state"] in {"done", "partial", "failed", "cancelled"}:
+            return request
+        time.sleep(_FLEET_POLL_S)
+        try:
+            request = client.get(f"requests/{request['id']}")
+            away_until = 0.0
+        except InputError as error:
+            if error.slug not in {"no-service", "not-leading"} or (away_until and time.monotonic() > away_until):
+                raise
+            away_until = away_until or time.monotonic() + _FLEET_GIVE_UP_S
+
+
+def _list(args: argparse.Namespace, client: FleetClient) -> int:
+    requests = client.get("requests")["requests"]
+    if args.json:
+        print(json.dumps(requests, indent=2))
+        return 0
+    for request in requests:
+        asked = datetime.fromtimestamp(request["asked_ns"] / 1e9).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+        job = request["wanted"]["job"]
+        print(
+            sanitize(f"{request['id']}  {asked}  {job}, by {request['who']}: {request['state']}  {request['capture']}")
+        )
+    if not requests:
+        print("No requests.")
+    return 0

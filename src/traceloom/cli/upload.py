@@ -1,15 +1,222 @@
-"""`traceloom upload`: sends captures to the fleet's service."""
+"""Verb upload."""
 
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
+import os
+import re
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, BinaryIO
+from urllib.parse import quote, urlencode, urlsplit
+
+from platformdirs import user_config_path
 
 from traceloom.cli import options as types
-from traceloom.cli.progress import Progress
-from traceloom.errors import InputError
+from traceloom.cli.outputs import Progress
+from traceloom.errors import InputError, unreadable
+from traceloom.server.client import answer_of
+from traceloom.system.files import open_regular, sha256_of
+from traceloom.system.service_address import ServiceAddress
+
+SERVER = "http://127.0.0.1:9466"
+TOKEN_VARIABLE, SERVER_VARIABLE = "TRACELOOM_TOKEN", "TRACELOOM_SERVER"
+_READ = 1 << 20
+_UNSAFE = re.compile(r"[^A-Za-z0-9._@+=-]")
+
+
+def token_path() -> Path:
+    """Where a service of this user leaves the token for this user's commands."""
+    return user_config_path("traceloom") / "fleet-token"
+
+
+class FleetClient:
+    """Asks a service; one connection per question.
+
+    Args:
+        url: Its address, as `https://fleet.example.org`; "": that of the environment, else of this host.
+        token: What says who asks; "": that of the environment, else of the file that a service of this host left.
+        timeout_s: How long it may be silent.
+
+    Raises:
+        InputError: `wrong-address`: it is no address, or leads over a network without TLS.
+    """
+
+    def __init__(self, url: str = "", token: str = "", timeout_s: float = 60.0) -> None:
+        self.url = (url or os.environ.get(SERVER_VARIABLE) or SERVER).rstrip("/")
+        self.timeout_s = timeout_s
+        ServiceAddress.of(self.url)  # every question carries a token
+        self._token = token or os.environ.get(TOKEN_VARIABLE, "")
+        if not self._token and self.url.startswith(SERVER.rpartition(":")[0]):  # it is of no use elsewhere
+            try:
+                self._token = token_path().read_text(encoding="ascii", errors="replace").strip()
+            except OSError:  # the service says that a token is needed
+                self._token = ""
+
+    def get(self, route: str, **parameters: str) -> Any:
+        """What is at a route, as `captures`.
+
+        Raises:
+            InputError: `no-service`: nobody answers; the service's own slug where it refuses; `agent-unclear`.
+        """
+        return self._ask("GET", route, parameters)
+
+    def post(self, route: str, body: Mapping[str, Any] | None = None) -> Any:
+        """Tell it something; errors as of `get`."""
+        return self._ask("POST", route, {}, json.dumps(body or {}).encode())
+
+    def put(self, route: str, body: Mapping[str, Any]) -> Any:
+        """Set something; errors as of `get`."""
+        return self._ask("PUT", route, {}, json.dumps(body).encode())
+
+    def delete(self, route: str) -> Any:
+        """Take something away; errors as of `get`."""
+        return self._ask("DELETE", route, {})
+
+    def fetch(self, route: str, to: BinaryIO) -> None:
+        """Write what is at a route to a file; errors as of `get`.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        self._ask("GET", route, {}, to=to)
+
+    def send(self, url: str, path: Path) -> None:
+        """PUT a file where the service said; errors as of `get`, and `upload-failed` of an object store."""
+        with open_regular(path) as file:
+            if url.startswith("/api/v1/"):
+                self._ask("PUT", url.removeprefix("/api/v1/"), {}, file)
+                return
+            # Without the second one Azure refuses a file; others ignore it.
+            headers = {"Content-Length": str(path.stat().st_size), "x-ms-blob-type": "BlockBlob"}
+            status, text = self._exchange("PUT", url, file, headers)
+        if status >= 300:
+            raise InputError(
+                f"the object store refuses the file with {status}", slug="upload-failed",
+                where=text[:200].decode("utf-8", "replace"),
+            )  # fmt: skip
+
+    def _ask(
+        self, method: str, route: str, parameters: Mapping[str, str], body: bytes | BinaryIO | None = None,
+        to: BinaryIO | None = None,
+    ) -> Any:  # fmt: skip
+        query = f"?{urlencode(parameters)}" if parameters else ""
+        headers = {"Content-Type": "application/json"} if isinstance(body, bytes) else {}
+        if self._token:
+            headers["Authorization"] = f"Bearer {self._token}"
+        if body is not None and not isinstance(body, bytes):
+            headers["Content-Length"] = str(os.fstat(body.fileno()).st_size)
+        status, text = self._exchange(method, f"{self.url}/api/v1/{quote(route)}{query}", body, headers, to)
+        return answer_of(status, text, self.url, "service") if status >= 400 or to is None else None
+
+    def _exchange(
+        self, method: str, url: str, body: bytes | BinaryIO | None, headers: Mapping[str, str],
+        to: BinaryIO | None = None,
+    ) -> tuple[int, bytes]:  # fmt: skip
+        parts = urlsplit(url)
+        assert parts.hostname is not None
+        tls = parts.scheme == "https"
+        address = ServiceAddress(parts.hostname, parts.port or (443 if tls else 80), "", tls)
+        connection = address.connection(self.timeout_s)
+        connection.blocksize = _READ
+        where = parts._replace(query="").geturl()  # of a signed address the query is a secret
+        is_writing = False  # a full disk of this side is no fault of the service's
+        try:
+            connection.request(method, f"{parts.path}{'?' if parts.query else ''}{parts.query}", body, dict(headers))
+            response = connection.getresponse()
+            if to is not None and response.status < 400:
+                while piece := response.read(_READ):
+                    is_writing = True
+                    to.write(piece)
+                    is_writing = False
+                if response.length:  # reading by pieces does not say that the end is missing
+                    raise http.client.IncompleteRead(b"", response.length)
+                return response.status, b""
+            return response.status, response.read()
+        except (OSError, http.client.HTTPException) as error:
+            if is_writing:
+                raise
+            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            raise InputError(
+                f"the service does not answer: {reason.lower()}", slug="no-service", where=where,
+                hint="`traceloom serve` starts one; --server names its address",
+            ) from error  # fmt: skip
+        finally:
+            connection.close()
+
+
+def files_of(capture: Path) -> dict[str, Path]:
+    """The files that belong to a capture, by the names that they get in the store: a file, or a folder's files.
+
+    Names lose what is no letter, digit or one of `. _ - @ + =`; hidden files and folders within folders stay behind.
+
+    Raises:
+        InputError: `no-inputs`: there are none; `unreadable`; `unsafe-name`: two would have one name.
+    """
+    try:
+        if not capture.is_dir():
+            return {_name(capture.name): capture}
+        paths = [*capture.iterdir()]
+        inside = [path for folder in paths if _counts(folder) and folder.is_dir() for path in folder.iterdir()]
+        files = [path for path in (*paths, *inside) if _counts(path) and path.is_file()]
+    except OSError as error:
+        raise unreadable(capture, error) from error
+    if not files:
+        raise InputError("there are no files to upload", slug="no-inputs", where=str(capture))
+    named: dict[str, Path] = {}
+    for path in sorted(files):
+        name = "/".join(_name(part) for part in path.relative_to(capture).parts)
+        if name in named:
+            raise InputError(
+                f"`{named[name].relative_to(capture)}` and `{path.relative_to(capture)}` would both be `{name}`",
+                slug="unsafe-name", where=str(capture), hint="rename one of them",
+            )  # fmt: skip
+        named[name] = path
+    return named
+
+
+def upload(
+    client: FleetClient, capture: Path, job: str = "", progress: Callable[[int, int], object] = lambda *_: None
+) -> Any:
+    """Send a capture: the service's answer about it. What is there already, of an upload that stopped, is not sent.
+
+    Args:
+        client: The service.
+        capture: A recorded run's folder, or a trace.
+        job: Whose it is; "": nobody says it.
+        progress: Called with bytes that are sent and bytes in all.
+
+    Raises:
+        InputError: As of `FleetClient.get` and `files_of`.
+    """
+    files, announced, sizes = files_of(capture), [], {}
+    for name, path in files.items():
+        try:
+            with open_regular(path) as file:
+                sha256, sizes[name] = sha256_of(file), file.tell()
+        except OSError as error:
+            raise unreadable(path, error) from error
+        announced.append({"name": name, "size": sizes[name], "sha256": sha256})
+    answer = client.post("captures", {"files": announced, "job": job})
+    sent = sum(sizes.values()) - sum(sizes[target["name"]] for target in answer["uploads"])
+    for target in answer["uploads"]:
+        client.send(target["url"], files[target["name"]])
+        sent += sizes[target["name"]]
+        progress(sent, sum(sizes.values()))
+    return client.post(f"captures/{answer['id']}/complete")
+
+
+def _counts(path: Path) -> bool:
+    return not path.name.startswith(".") and not path.is_symlink()
+
+
+def _name(text: str) -> str:
+    name = _UNSAFE.sub("_", text)[-190:]
+    return name if name[:1].isalnum() or name.startswith("_") else f"_{name}"
+
 
 DESCRIPTION = (
     "Send recorded runs or traces to the fleet's service, which analyses and keeps them. An upload that stopped goes "
@@ -50,7 +257,6 @@ def add_server(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Send them; returns the exit code."""
     from traceloom.cli.fleet import client_of, follow_up
-    from traceloom.collect.client import upload
 
     client = client_of(args)
     answers = []

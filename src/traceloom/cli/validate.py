@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from traceloom.cli import options as types
-from traceloom.cli.progress import Progress
+from traceloom.cli.outputs import Progress
 from traceloom.errors import CheckError
-from traceloom.files import with_addresses
-from traceloom.harmless import harmless
-from traceloom.model import units
+from traceloom.system import units
+from traceloom.system.files import restore_addresses
+from traceloom.system.sanitize import sanitize
 
 if TYPE_CHECKING:
-    from traceloom.chakra.validation import Problem, ValidationResult
+    from traceloom.workload.chakra.validation_rules import Problem, ValidationResult
 
 _TARGETS = ("chakra", "astra-sim")
 _SIGN = {"error": "✖", "warning": "▲"}
@@ -45,7 +45,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Validate; exit code 5 where something is wrong."""
-    from traceloom.chakra.validation import validate
+    from traceloom.workload.chakra.validate import validate
 
     with Progress(shown=not args.quiet) as progress:
         verdict = validate(
@@ -54,15 +54,15 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         import msgspec
 
-        from traceloom.plain_text import json_line
+        from traceloom.system.text import json_line
 
         sys.stdout.buffer.write(msgspec.json.format(json_line(verdict.to_dict()), indent=1) + b"\n")
     else:
         letters: dict[int, str] = {}
         if not (sys.stdout.encoding or "utf-8").lower().replace("-", "").startswith("utf"):
-            from traceloom.report.views.terminal.look import ASCII as letters  # noqa: N811  (those that it knows)
+            from traceloom.report.views.terminal_table import ASCII as letters  # noqa: N811  (those that it knows)
         for line in _lines(verdict, quiet=args.quiet):
-            print(with_addresses(line).translate(letters))
+            print(restore_addresses(line).translate(letters))
     broken = verdict.errors + (verdict.warnings if args.strict else 0)
     if broken:
         raise CheckError(
@@ -83,10 +83,10 @@ def _lines(verdict: ValidationResult, *, quiet: bool) -> Iterator[str]:
         of_rank = f", rank {first.rank}" if first.rank is not None else ""
         count = sum(problem.count for problem in problems)
         times = f" ({count:,} times)" if count > 1 else ""
-        also = f", and in {units.counted(others, 'more file')}" if others else ""
-        yield harmless(f"{_SIGN[first.severity]} {first.rule}{times}  {first.path}{of_rank}{also}")
+        also = f", and in {units.count_of(others, 'more file')}" if others else ""
+        yield sanitize(f"{_SIGN[first.severity]} {first.rule}{times}  {first.path}{of_rank}{also}")
         for example in first.examples:
-            yield harmless(f"    {example.message}")
+            yield sanitize(f"    {example.message}")
         if count > len(first.examples):
             yield f"    … and {count - len(first.examples):,} more"
         yield f"    → {first.remedy}"
@@ -94,7 +94,7 @@ def _lines(verdict: ValidationResult, *, quiet: bool) -> Iterator[str]:
     if quiet and not verdict.problems:
         return
     files, nodes = len(verdict.files), sum(count for _, _, count in verdict.files)
-    yield f"{units.counted(files, 'file')}, {units.counted(nodes, 'node')}, for {verdict.target}: {_summary(verdict)}"
+    yield f"{units.count_of(files, 'file')}, {units.count_of(nodes, 'node')}, for {verdict.target}: {_summary(verdict)}"
     if not verdict.errors and verdict.files:
         file = Path(verdict.files[0][0])
         yield f"Next: traceloom show {shlex.quote(str(file.parent if files > 1 else file))}"
@@ -105,8 +105,8 @@ def _summary(verdict: ValidationResult) -> str:
         return "nothing is wrong"
     wrong, checked = {p.path for p in verdict.problems}, {path for path, _, _ in verdict.files}
     files = len(verdict.files)
-    places = [f"{len(wrong & checked)} of {units.counted(files, 'file')}"] if wrong & checked else []
+    places = [f"{len(wrong & checked)} of {units.count_of(files, 'file')}"] if wrong & checked else []
     places += ["the group file"] if wrong - checked else []
     numbers = {"error": verdict.errors, "warning": verdict.warnings}
-    counts = [units.counted(number, what) for what, number in numbers.items() if number]
+    counts = [units.count_of(number, what) for what, number in numbers.items() if number]
     return f"{' and '.join(counts)} in {' and '.join(places)}"

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from traceloom.cli import options as types
 from traceloom.cli import outputs
-from traceloom.cli.progress import Progress
-from traceloom.one_core import on_one_core
-from traceloom.plain_text import encoded
+from traceloom.cli.outputs import Progress
+from traceloom.system.process import pin_to_one_core
+from traceloom.system.text import encode_utf8
 
 if TYPE_CHECKING:
     from traceloom.report.documents.whatif import WhatIfDocument
@@ -48,32 +48,32 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Read, link, evaluate and show; returns the exit code."""
-    from traceloom.link import link_session
-    from traceloom.read import load
+    from traceloom.changes.changes import parse
+    from traceloom.changes.whatif import changed_graph, scenario_of, whatif
+    from traceloom.formats import load
+    from traceloom.graph import Plan, law, link_session
     from traceloom.report import whatif as report
-    from traceloom.retime import Plan, law
-    from traceloom.simulate import changed_graph, parse, scenario_of, whatif
 
     def write_html(document: WhatIfDocument, handle: BinaryIO) -> None:
-        from traceloom.report import before_after
+        from traceloom.report import before_after, whatif
 
         view = before_after.build(graph, scenario_of(graph, changes), answer)
-        handle.write(encoded(before_after.render(document, view)))
+        handle.write(encode_utf8(whatif.render_before_after_page(document, view)))
 
     def write_perfetto(_document: WhatIfDocument, handle: BinaryIO) -> None:
-        from traceloom.report.exports.perfetto.graph import write_graph
+        from traceloom.report.exports.perfetto import write_graph
 
         write_graph(changed_graph(graph, scenario_of(graph, changes), answer.times), handle)
 
     def write_perfetto_gz(document: WhatIfDocument, handle: BinaryIO) -> None:
-        from traceloom.packed import gzipped
+        from traceloom.system.gzip_stream import compress_output
 
-        gzipped(partial(write_perfetto, document))(handle)
+        compress_output(partial(write_perfetto, document))(handle)
 
     changes = [parse(text) for text in args.changes]
     formats = {
         ".json": outputs.as_json,
-        ".md": outputs.rendered("traceloom.report.whatif_files", "markdown"),
+        ".md": outputs.lazy_renderer("traceloom.report.whatif:markdown"),
         ".html": write_html,
         ".htm": write_html,
         ".perfetto.json": write_perfetto,
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         progress.say("reading")
         session = load(*args.inputs, cache=not args.no_cache)
         progress.say("linking")
-        with on_one_core(session.event_count):
+        with pin_to_one_core(session.event_count):
             graph = link_session(session, step=args.step)
             progress.say("evaluating")
             plan = Plan(graph)
@@ -93,5 +93,5 @@ def run(args: argparse.Namespace) -> int:
         document = report.build(session.name, args.step, changes, answer, kept)
         written = outputs.write(args, chosen, document, progress)
     outputs.show(args, document, report.render)
-    outputs.close(args, written, outputs.repeated(args, "whatif.html"))
+    outputs.print_outcome(args, written, outputs.repeat_command(args, "whatif.html"))
     return 0

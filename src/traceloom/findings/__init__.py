@@ -2,42 +2,30 @@
 
 from __future__ import annotations
 
-from traceloom.findings import (
-    communication,
-    copies,
-    data,
-    efficiency,
-    host_bound,
-    host_operators,
-    interruptions,
-    links,
-    memory,
-    pauses,
-    pipeline,
-    repeated,
-    stragglers,
-    synchronisation,
-)
+from traceloom.findings import communication, host_bound, host_waits, interruptions, kernels, stragglers, transfers
+from traceloom.findings import communication as links
+from traceloom.findings import host_bound as host_operators
+from traceloom.findings import stragglers as pipeline
 from traceloom.findings.context import Context
 from traceloom.findings.ranking import Ranked, rank
 from traceloom.findings.rule import FindingRule
-from traceloom.model import Session
+from traceloom.trace.session import Session
 
 RULES: tuple[FindingRule, ...] = (
-    *data.RULES,
+    *host_waits.DATA_RULES,
     *interruptions.RULES,
-    *repeated.RULES,
+    *kernels.REPEATED_RULES,
     *stragglers.RULES,
-    *pauses.RULES,
-    *copies.RULES,
-    *synchronisation.RULES,
-    *pipeline.RULES,
+    *host_waits.RULES,
+    *transfers.RULES,
+    *host_waits.SYNCHRONISATION_RULES,
+    *pipeline.PIPELINE_RULES,
     *links.RULES,
-    *communication.RULES,
-    *host_operators.RULES,
+    *communication.COMMUNICATION_RULES,
+    *host_operators.HOST_OPERATORS_RULES,
     *host_bound.RULES,
-    *efficiency.RULES,
-    *memory.RULES,
+    *kernels.RULES,
+    *transfers.MEMORY_RULES,
 )
 """All rules. Of two fixes that save the same, the one whose rule comes first is told: causes before symptoms."""
 

@@ -1,7 +1,8 @@
-"""What rules stand on: the steps that are looked at, their linked graph, and every analysis of them."""
+"""The steps, graph and analyses that rules ask; how names stand in a sentence."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,33 +13,53 @@ import polars as pl
 from numpy.typing import NDArray
 
 from traceloom.analyze import across_ranks
-from traceloom.analyze.across.across_ranks import AcrossRanks
-from traceloom.analyze.allocations import Allocations, allocations
+from traceloom.analyze.across_ranks import AcrossRanks
 from traceloom.analyze.ancestry import forest
 from traceloom.analyze.anti_patterns import anti_patterns
-from traceloom.analyze.frames import STRETCHES
+from traceloom.analyze.critical_path_pieces import common_steps, usual_step
+from traceloom.analyze.host_events import STRETCHES
 from traceloom.analyze.idle import idle
-from traceloom.analyze.path.window import common_steps, usual_step
-from traceloom.analyze.quality_events import operators_left_out
-from traceloom.analyze.stacked import stacked
+from traceloom.analyze.memory_answers import Allocations, allocations
+from traceloom.analyze.quality_checks import operators_left_out
 from traceloom.analyze.steps import of_requests
-from traceloom.findings.wording import brief
-from traceloom.link import link_session
-from traceloom.model import Graph, Session, Trace, units
-from traceloom.model import category as cat
-from traceloom.model import graph_schema as gs
-from traceloom.model.arrays import NO_ROW, column, lookup
-from traceloom.model.finding import Evidence
-from traceloom.model.frames import as_declared
-from traceloom.model.graph_arrays import point_times
-from traceloom.model.step_log import all_steps
-from traceloom.model.thread_cpu import ThreadClock, thread_samples
-from traceloom.retime import Plan
-from traceloom.retime.law import Law, law
-from traceloom.simulate import Scenario
-from traceloom.simulate.beside import exposed
-from traceloom.simulate.changes import Change
-from traceloom.simulate.selection import of_events
+from traceloom.changes.changes import Change, of_events
+from traceloom.changes.scenario import Scenario, exposed
+from traceloom.graph import Plan, link_session
+from traceloom.graph import graph as gs
+from traceloom.graph.graph import Graph, point_times
+from traceloom.graph.law import Law, law
+from traceloom.system import units
+from traceloom.trace import vocabulary as cat
+from traceloom.trace.arrays import NO_ROW, column, gather_rows
+from traceloom.trace.batch import stacked
+from traceloom.trace.frames import cast_to_schema
+from traceloom.trace.notice import Evidence
+from traceloom.trace.session import Session, ThreadClock, all_steps, thread_samples
+from traceloom.trace.trace import Trace
+
+_ANONYMOUS = re.compile(r"\(anonymous namespace\)::|<unnamed>::")
+_NAMESPACES = re.compile(r"\b(?:[A-Za-z_]\w*::)+")
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_OUTERMOST = re.compile(r"^(aten|torch|autograd|c10d|prims|quantized)::")
+_WIDEST = 60
+_LONGEST = 2_000  # characters that are looked at
+
+
+def shorten_name(name: str) -> str:
+    """A name without what only a compiler needs: arguments, templates, namespaces; at most 60 characters."""
+    name = _ADDRESS.sub("", name[:_LONGEST])
+    if not _OUTERMOST.match(name) and ("::" in name or "<" in name[1:]) and not name.startswith("<"):
+        name = _ANONYMOUS.sub("", name.removeprefix("void "))
+        head, bracket, rest = name.partition("<")
+        head = _NAMESPACES.sub("", head.split("(", 1)[0])
+        name = f"{head}<…>" if bracket and rest else head
+    return name if len(name) <= _WIDEST else f"{name[: _WIDEST - 1]}…"
+
+
+def outermost_operator(path: str) -> str:
+    """The outermost of nested operators."""
+    return shorten_name(path.split(" > ", 1)[0])
+
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -403,7 +424,7 @@ class Context:
             return np.zeros(self.graph.nodes.height, dtype=np.bool_)
         calls = np.zeros(trace.events.height + 1, dtype=np.bool_)  # the last for events without a call: NO_ROW
         calls[host.to_numpy()] = True
-        launched = np.flatnonzero(lookup(calls, column(trace, "launch", NO_ROW)))
+        launched = np.flatnonzero(gather_rows(calls, column(trace, "launch", NO_ROW)))
         return self.nodes_of(trace, pl.concat([host, pl.Series(launched, dtype=pl.UInt32)]))
 
     def changed(self, base: Scenario, changes: Sequence[Change]) -> Scenario:
@@ -447,7 +468,7 @@ class Context:
     def many(self, count: int, what: str = "") -> str:
         """A number of things in the steps, as what it comes to in one of them; with the things, where they are told."""
         of_step = max(round(count / self.step_count), 1)
-        return units.counted(of_step, what) if what else units.count(of_step)
+        return units.count_of(of_step, what) if what else units.count(of_step)
 
     @property
     def over_ranks(self) -> str:
@@ -471,7 +492,7 @@ class Context:
                 start, lane = (trace.events[key][row["event"]] for key in ("start_ns", "lane"))
             of_host = row["kind"] in (gs.HOST, gs.THINK, gs.WAIT)
             doing = self._doing(trace, row, start) if of_host and trace is not None else None
-            what = doing or (brief(row["name"]) if row["name"] and row["kind"] != gs.THINK else NAMELESS)
+            what = doing or (shorten_name(row["name"]) if row["name"] and row["kind"] != gs.THINK else NAMELESS)
             shown.append(Evidence(what, row["rank"], start, row["duration_ns"], lane))
         return tuple(shown)
 
@@ -484,7 +505,7 @@ class Context:
         start = rows["start_ns"] + shifts[lane]
         times = (pl.Series("lane", lanes[lane]), start, (start + rows["duration_ns"]).alias("end_ns"))
         stretches = pl.DataFrame([rows["rank"], *times])[np.flatnonzero(lanes[lane] >= 0)]
-        return stretches.pipe(as_declared, {"rank": pl.Int32, **STRETCHES})
+        return stretches.pipe(cast_to_schema, {"rank": pl.Int32, **STRETCHES})
 
     @cached_property
     def _lanes_in_traces(self) -> tuple[Ints, Ints]:
@@ -522,7 +543,7 @@ class Context:
         room = _MOST_OF * max(end - start, 1)
         shared = pl.min_horizontal(pl.col("end_ns"), end) - pl.max_horizontal(pl.col("start_ns"), start)
         frames_inside = frames.filter(pl.col("start_ns") < end, pl.col("end_ns") > start).filter(shared >= room)
-        return brief(frames_inside.sort("depth")["name"][-1]) if frames_inside.height else None
+        return shorten_name(frames_inside.sort("depth")["name"][-1]) if frames_inside.height else None
 
 
 def _samples(trace: Trace) -> dict[str, ThreadClock]:

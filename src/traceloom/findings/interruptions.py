@@ -9,26 +9,25 @@ import numpy as np
 import polars as pl
 
 from traceloom import analyze
-from traceloom.analyze.across.slow_steps import LEAST_STEPS, SlowSteps
-from traceloom.analyze.host_wait import COLLECTIONS
-from traceloom.analyze.stacked import stacked
-from traceloom.analyze.vocabulary import vocabulary
-from traceloom.findings.context import Context
-from traceloom.findings.rule import Candidate, FindingRule, Remark, Said
-from traceloom.findings.wording import brief
-from traceloom.model import Session, units
-from traceloom.model import graph_schema as gs
-from traceloom.model.arrays import lookup
-from traceloom.model.finding import Abstention, Evidence
-from traceloom.simulate.changes import Change
-from traceloom.simulate.selection import Chosen, named
+from traceloom.analyze.across_ranks import LEAST_STEPS, SlowSteps
+from traceloom.analyze.idle import COLLECTIONS
+from traceloom.analyze.names import vocabulary
+from traceloom.changes.changes import Change, Chosen, named
+from traceloom.findings.context import Context, shorten_name
+from traceloom.findings.rule import Candidate, FindingRule, Message, Remark
+from traceloom.graph import graph as gs
+from traceloom.system import units
+from traceloom.trace.arrays import gather_rows
+from traceloom.trace.batch import stacked
+from traceloom.trace.notice import Abstention, Evidence
+from traceloom.trace.session import Session
 
 _AUTOTUNING = r"autotune|do_bench|benchmark_all_configs|benchmark_gpu|cudnnFind|find_algorithm"
 _HOST = (gs.HOST, gs.THINK, gs.LAUNCH)
 _COSTLY = 1.05  # recording that makes steps this many times longer is told
 
 
-def collections(context: Context) -> Iterator[Said]:
+def collections(context: Context) -> Iterator[Message]:
     """Python collects garbage in the step."""
     mask = named(context.graph, COLLECTIONS) & context.of_kind(gs.HOST, gs.THINK)
     nodes = context.graph.nodes
@@ -65,7 +64,7 @@ def _without_host(context: Context, slug: str) -> Iterator[Abstention]:
         yield Abstention(slug, "nothing was recorded of the host")
 
 
-def compiling(context: Context) -> Iterator[Said]:
+def compiling(context: Context) -> Iterator[Message]:
     """torch.compile compiles in the step."""
     mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
     compilations = (context.ask(trace, analyze.compiled).compilations for trace in context.traces)
@@ -88,14 +87,14 @@ def compiling(context: Context) -> Iterator[Said]:
     )
 
 
-def autotuning(context: Context) -> Iterator[Said]:
+def autotuning(context: Context) -> Iterator[Message]:
     """Kernels are tried out in the step."""
     mask = named(context.graph, _AUTOTUNING) & context.of_kind(*_HOST, gs.KERNEL)
     for trace in context.traces:
         words = vocabulary(trace)
         fitting = words.matching(f"(?i){_AUTOTUNING}")
         if fitting.any():
-            rows = context.in_step(trace.events[np.flatnonzero(lookup(fitting, words.code))])
+            rows = context.in_step(trace.events[np.flatnonzero(gather_rows(fitting, words.code))])
             host = rows.filter(pl.col("launch").is_null())
             mask |= context.below(trace, host["event"])
     if not mask.any():
@@ -112,7 +111,7 @@ def autotuning(context: Context) -> Iterator[Said]:
     )
 
 
-def graph_breaks(context: Context) -> Iterator[Said]:
+def graph_breaks(context: Context) -> Iterator[Message]:
     """Compiled regions fall apart."""
     seen, between, count = False, 0.0, 0
     evidence: list[Evidence] = []
@@ -123,7 +122,7 @@ def graph_breaks(context: Context) -> Iterator[Said]:
         for row in compiled.breaks.to_dicts():
             between += row["between_ns"] * share
             count += row["count"]
-            line = brief(row["place"] or row["resumed"] or "an unknown line")
+            line = shorten_name(row["place"] or row["resumed"] or "an unknown line")
             evidence.append(Evidence(f"break at {line}", trace.rank, count=row["count"], total_ns=row["between_ns"]))
     if not seen:
         yield Abstention("graph-breaks", "torch.compile was not seen")
@@ -146,7 +145,7 @@ def graph_breaks(context: Context) -> Iterator[Said]:
     )
 
 
-def recording(context: Context) -> Iterator[Said]:
+def recording(context: Context) -> Iterator[Message]:
     """Recording makes steps longer: what it shows of the host is too long."""
     ratio = context.host_ratio
     if ratio is None:
@@ -168,7 +167,7 @@ def _slow_steps(session: Session) -> SlowSteps | None:
     return analyze.slow_steps([analyze.rank_part(trace) for trace in session.traces])
 
 
-def slow_steps(context: Context) -> Iterator[Said]:
+def slow_steps(context: Context) -> Iterator[Message]:
     """Steps beyond the spread of the others: savings are not estimated on them."""
     slow = context.ask(context.session, _slow_steps) if context.across is None else context.across.slow
     if slow is None or slow.steps["limit_ns"].null_count() == slow.steps.height:

@@ -14,15 +14,15 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import ArrayLike, NDArray
 
+from traceloom.changes.bounds import most_saved_ns, saves_more, unrecorded_saving_ns
+from traceloom.changes.scenario import Scenario
+from traceloom.changes.whatif import evaluations
 from traceloom.errors import DOCUMENTATION
 from traceloom.findings.context import Context
-from traceloom.findings.frames import with_frames
-from traceloom.findings.rule import Candidate, FindingRule, MemoryCandidate, Remark
-from traceloom.model.finding import Abstention, Alternative, Finding
-from traceloom.model.graph_arrays import point_times
-from traceloom.retime import Plan
-from traceloom.simulate import Scenario, evaluations, most_saved_ns, unrecorded_saving_ns
-from traceloom.simulate.lower_bound import saves_more
+from traceloom.findings.rule import Candidate, FindingRule, MemoryCandidate, Remark, add_frames
+from traceloom.graph import Plan
+from traceloom.graph.graph import point_times
+from traceloom.trace.notice import Abstention, Alternative, Finding
 
 Ints = NDArray[np.int64]
 Key = tuple[str, tuple[tuple[str, str], ...], int]
@@ -108,8 +108,8 @@ def rank(context: Context, rules: Sequence[FindingRule], *, steps: int = MOST_ST
                 )
             else:
                 time.append((rule, outcome))
-    ranked, limit = _greedy(context, _keyed(time), rules, steps) if context.whole_ns else ([], "")
-    findings = with_frames(ranked)
+    ranked, limit = _rank_greedily(context, _keyed(time), rules, steps) if context.whole_ns else ([], "")
+    findings = add_frames(ranked)
     # why something that looks large is no finding: without it the step would take as long
     slugs = {finding.slug for finding in findings}
     slugs |= {alternative.slug for finding in findings for alternative in finding.alternatives}
@@ -126,7 +126,7 @@ def rank(context: Context, rules: Sequence[FindingRule], *, steps: int = MOST_ST
     return Ranked((*findings, *remarks), tuple(memory), tuple(abstained), limit)
 
 
-def _greedy(
+def _rank_greedily(
     context: Context, usual: dict[Key, Candidate], rules: Sequence[FindingRule], most: int
 ) -> tuple[list[tuple[Finding, Candidate, Context]], str]:
     """Fix what saves most in the middle one of the steps, then what saves most on top of that, and so on.
@@ -138,13 +138,13 @@ def _greedy(
     # steps around the usual one, with what the rules find in them; the usual one alone where there are no others
     fitting = min(most + 1, _MOST_NODES // max(context.graph.nodes.height, 1))
     around = context.around(fitting) if most > 1 and fitting > 1 else ()
-    steps: _Steady | None = None
+    steps: _StepCandidates | None = None
     if len(around) > 1:
         several = context.over(around)
         outcomes = ((rule, outcome) for rule in rules for outcome in rule.look(several))
-        steps = _Steady(several, _keyed((rule, each) for rule, each in outcomes if isinstance(each, Candidate)))
-    if steps is None or middle(steps.now_ns) < _LIKE * context.step_ns:  # in those next to nothing is done
-        steps = _Steady(context, usual)
+        steps = _StepCandidates(several, _keyed((rule, each) for rule, each in outcomes if isinstance(each, Candidate)))
+    if steps is None or median_floor(steps.now_ns) < _LIKE * context.step_ns:  # in those next to nothing is done
+        steps = _StepCandidates(context, usual)
     order = {rule.slug: number for number, rule in enumerate(rules)}
     left = sorted(steps.candidates, key=lambda key: order[key[0]])
     position = {key: number for number, key in enumerate(left)}
@@ -162,20 +162,22 @@ def _greedy(
             alone = saved
         else:
             # what saves next to nothing now that the last fix is made, but saved more before, is about the same time
-            same = [key for key in left if middle(saved[key]) < min(least, _SHARED * middle(before[key]))]
+            same = [key for key in left if median_floor(saved[key]) < min(least, _SHARED * median_floor(before[key]))]
             others = tuple(
                 Alternative(
                     key[0],
                     (usual.get(key) or steps.candidates[key]).title,
-                    steps.unrecorded_ns(key, middle(alone[key])),
+                    steps.unrecorded_ns(key, median_floor(alone[key])),
                 )
                 for key in same
             )
             ranked[-1] = replace(ranked[-1], alternatives=others)
-        left = sorted((key for key in left if middle(saved[key]) >= least), key=lambda key: -middle(saved[key]))[:_MOST]
+        left = sorted(
+            (key for key in left if median_floor(saved[key]) >= least), key=lambda key: -median_floor(saved[key])
+        )[:_MOST]
         if not left:
             break
-        best = _first(steps, {key: middle(saved[key]) for key in sorted(left, key=position.__getitem__)})
+        best = _first(steps, {key: median_floor(saved[key]) for key in sorted(left, key=position.__getitem__)})
         finding = _finding(steps, best, (usual.get(best), context), (saved[best], alone[best]), room)
         room -= finding.saving_ns or 0
         # whether threads whose waker is unknown hold the saving back
@@ -197,7 +199,7 @@ def _greedy(
     return sorted(kept, key=lambda entry: -(entry[0].saving_ns or 0)), _LIMIT if alone_in_time else ""
 
 
-def _first(steps: _Steady, saved: dict[Key, int]) -> Key:
+def _first(steps: _StepCandidates, saved: dict[Key, int]) -> Key:
     """What to fix first: what saves most, or a cause of it that saves nearly as much of the same time.
 
     Args:
@@ -211,14 +213,14 @@ def _first(steps: _Steady, saved: dict[Key, int]) -> Key:
             break
         if saving < _NEARLY * largest:
             continue
-        together = middle(steps.now_ns - steps.after_both(key, most))
+        together = median_floor(steps.now_ns - steps.after_both(key, most))
         if saving + saved[most] - together >= _SHARED * saving:
             return key
     return most
 
 
 def _finding(
-    steps: _Steady, key: Key, usual: tuple[Candidate | None, Context], savings: tuple[Ints, Ints], room: int
+    steps: _StepCandidates, key: Key, usual: tuple[Candidate | None, Context], savings: tuple[Ints, Ints], room: int
 ) -> Finding:
     """A finding from what it saves in each step: the middle one, and between which values that lies.
 
@@ -239,7 +241,7 @@ def _finding(
     most = context.step_ns
     if in_usual is not None and in_usual.at_most_ns is not None:
         most = min(most, in_usual.at_most_ns // context.step_count)
-    saving = min(middle(on_top), room, most)
+    saving = min(median_floor(on_top), room, most)
     fraction = saving / context.step_ns
     return Finding(
         slug=key[0],
@@ -249,7 +251,7 @@ def _finding(
         advice=candidate.advice,
         saving_ns=saving,
         saving_fraction=fraction,
-        alone_ns=min(middle(first), most),
+        alone_ns=min(median_floor(first), most),
         saving_low_ns=min(low, saving) if steps.count > 1 else None,
         saving_high_ns=min(max(high, saving), context.step_ns) if steps.count > 1 else None,
         step_count=steps.count,
@@ -260,7 +262,7 @@ def _finding(
 
 
 @dataclass
-class _Steady:
+class _StepCandidates:
     """Steps, and what could be fixed in them.
 
     Attributes:
@@ -336,7 +338,7 @@ def _keyed(candidates: Iterable[tuple[FindingRule, Candidate]]) -> dict[Key, Can
     return by_key
 
 
-def middle(values: ArrayLike) -> int:
+def median_floor(values: ArrayLike) -> int:
     """The median; of an even number the mean of the two in the middle, rounded down."""
     return int(np.median(np.asarray(values, dtype=np.int64)))
 

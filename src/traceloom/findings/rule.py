@@ -1,15 +1,21 @@
-"""What a rule is."""
+"""What a rule is; the Python frames behind a finding."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import reduce
+from operator import or_
 
 import polars as pl
 from msgspec import Struct
 
-from traceloom.findings.context import Context
-from traceloom.model.finding import Abstention, Evidence
-from traceloom.simulate.changes import Change
+from traceloom.analyze.host_events import HELD, held, places
+from traceloom.changes.changes import Change
+from traceloom.findings.context import Context, shorten_name
+from traceloom.system import units
+from traceloom.trace.notice import Abstention, Evidence, Finding, HotFrame
 
 
 class Candidate(Struct, frozen=True):
@@ -79,7 +85,7 @@ class Remark(Struct, frozen=True):
     evidence: tuple[Evidence, ...] = ()
 
 
-Said = Candidate | MemoryCandidate | Remark | Abstention
+Message = Candidate | MemoryCandidate | Remark | Abstention
 
 
 class FindingRule(Struct, frozen=True):
@@ -93,4 +99,102 @@ class FindingRule(Struct, frozen=True):
 
     slug: str
     title: str
-    look: Callable[[Context], Iterable[Said]]
+    look: Callable[[Context], Iterable[Message]]
+
+
+MOST = 3
+LEAST = 0.05  # of the host time of a finding
+_MOST_OF = 0.5  # of that, or of a frame's time, is most of it
+_BUILT_IN = re.compile(r"^<built-in (?:function|method) ([^ >]+).*$")
+
+
+def add_frames(findings: Sequence[tuple[Finding, Candidate, Context]]) -> tuple[Finding, ...]:
+    """Findings with the frames that hold their host time, worked out for all of them together: rank by rank.
+
+    Args:
+        findings: With what each was made from, and the steps that its words are about.
+    """
+    if not findings:
+        return ()
+    stretches = [
+        candidate.host()
+        if candidate.host
+        else context.stretches(reduce(or_, (change.selection.nodes(context.graph) for change in candidate.changes)))
+        for _, candidate, context in findings
+    ]
+    tables = [[pl.DataFrame(schema={"rank": pl.Int32, **HELD})] for _ in findings]
+    context = findings[0][2]
+    for trace in context.traces if context.stacks else ():
+        of_rank = pl.col("rank").eq_missing(trace.rank) if len(context.traces) > 1 else pl.lit(True)
+        parts = [rows.filter(of_rank) for rows in stretches]
+        if any(part.height for part in parts):
+            rank = pl.lit(trace.rank, dtype=pl.Int32).alias("rank")
+            for table, part in zip(tables, held(trace, parts), strict=True):
+                table.append(part.select(rank, *HELD))
+    return tuple(
+        _with_frames(finding, candidate, rows, pl.concat(table), context.rank_count > 1)
+        for (finding, candidate, _), rows, table in zip(findings, stretches, tables, strict=True)
+    )
+
+
+def _with_frames(
+    finding: Finding, candidate: Candidate, stretches: pl.DataFrame, table: pl.DataFrame, several: bool
+) -> Finding:
+    """The finding with the frames of its table (rank and `HELD`) that hold most."""
+    if not stretches.height:
+        return finding
+    late = {rank for change in candidate.changes if change.action == "delay" for rank in change.selection.ranks}
+    if late:  # it is about what these ranks do beyond the middle one of the others
+        of_late = pl.col("rank").is_in(list(late))
+        others = stretches.filter(~of_late)["rank"].n_unique()
+        keys = ["frame", "inside"]
+        usual = table.filter(~of_late).group_by(keys).agg("ns")
+        usual = usual.with_columns(  # who does not do it at all does it in no time
+            usual=pl.col("ns").list.concat(pl.lit(0).repeat_by(others - pl.col("ns").list.len())).list.median()
+        ).drop("ns")
+        stretches = stretches.filter(of_late)
+        table = table.filter(of_late).join(usual, on=keys, how="left", nulls_equal=True)
+        table = table.with_columns(ns=pl.col("ns") - pl.col("usual").fill_null(0).ceil().cast(pl.Int64)).filter(
+            pl.col("ns") > 0
+        )
+    host_ns = int((stretches["end_ns"] - stretches["start_ns"]).sum())
+    if not host_ns:
+        return finding
+    by_rank = table.group_by("frame", "rank").agg(pl.col("ns").sum()).sort("ns", "rank", descending=[True, False])
+    top = (
+        by_rank.group_by("frame", maintain_order=True)
+        .agg(pl.col("ns").sum(), pl.col("rank").first(), ranks=pl.len())
+        .filter(pl.col("ns") >= LEAST * host_ns)
+        .sort("ns", "frame", descending=[True, False])
+        .head(MOST)
+    )
+    inside = table.group_by("frame", "inside").agg(inside_ns=pl.col("ns").sum()).drop_nulls("inside")
+    inside = inside.sort("inside_ns", "inside", descending=[True, False]).unique("frame", keep="first")
+    rows = pl.concat([top, places(top["frame"])], how="horizontal").join(inside, on="frame", how="left")
+    frames = []
+    for row in rows.sort("ns", "frame", descending=[True, False]).to_dicts():
+        mostly = row["inside_ns"] is not None and row["inside_ns"] >= _MOST_OF * row["ns"]
+        frames.append(
+            HotFrame(
+                name=_function(row["name"]),
+                file=row["file"],
+                line=row["line"],
+                time_ns=row["ns"],
+                share=row["ns"] / host_ns,
+                inside=_function(places(pl.Series([row["inside"]]))["name"][0]) if mostly else None,
+                inside_ns=row["inside_ns"] if mostly else None,
+                rank=row["rank"] if several else None,
+                rank_count=row["ranks"],
+            )
+        )
+    advice = finding.advice
+    if candidate.hot_advice is not None and frames and frames[0].share >= _MOST_OF:
+        hottest = replace(frames[0], file=frames[0].file and frames[0].file.rpartition("/")[2])
+        part = f"{units.duration(hottest.time_ns)} of {units.duration(host_ns)} are {hottest}"
+        advice = candidate.hot_advice.format(frame=part)
+    return replace(finding, host_ns=host_ns, frames=tuple(frames), advice=advice)
+
+
+def _function(name: str) -> str:
+    """The name of a function, an operator or a call as it stands in a sentence."""
+    return shorten_name(_BUILT_IN.sub(r"\1", name))

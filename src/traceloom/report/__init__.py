@@ -7,22 +7,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from traceloom.lazy import lazy
+from traceloom.system.lazy_import import lazy
 
 if TYPE_CHECKING:
-    from traceloom.report.document import build as build
-    from traceloom.report.document import build_runs as build_runs
-    from traceloom.report.document import selected as selected
-    from traceloom.report.options import SORT_KEYS as SORT_KEYS
-    from traceloom.report.options import ReportOptions as ReportOptions
+    from traceloom.report.document import SORT_KEYS as SORT_KEYS
+    from traceloom.report.document import ReportOptions as ReportOptions
+    from traceloom.report.run import build as build
+    from traceloom.report.run import build_runs as build_runs
+    from traceloom.report.run import selected as selected
 
 lazy(
     __name__,
     {
-        "SORT_KEYS": ".options",
-        "ReportOptions": ".options",
-        "build": ".document",
-        "build_runs": ".document",
-        "selected": ".document",
+        "SORT_KEYS": ".document",
+        "ReportOptions": ".document",
+        "build": ".run",
+        "build_runs": ".run",
+        "selected": ".run",
     },
 )

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from traceloom import __version__
-from traceloom.harmless import harmless
-from traceloom.model import units
-from traceloom.model.frames import rows
-from traceloom.report.names import short
-from traceloom.report.views.terminal.columns import Cell, TextColumn, heading, lines, paragraph
-from traceloom.simulate.calibrate import Calibration
-from traceloom.simulate.machine.document import machine_document
+from traceloom.report.labels import short
+from traceloom.report.views.terminal_table import Cell, TextColumn, heading, lines, paragraph
+from traceloom.system import units
+from traceloom.system.sanitize import sanitize
+from traceloom.trace.frames import to_rows
+from traceloom.workload.simulate.calibrate import Calibration
+from traceloom.workload.simulate.machine_file import machine_document
 
 if TYPE_CHECKING:
     from traceloom.report.documents.calibration import CalibrationDocument, TransferFitRow
@@ -24,20 +24,20 @@ VERSION = 1
 _SPANS = {"inside": "in a host", "between": "in several"}
 
 
-def build(answer: Calibration) -> CalibrationDocument:
+def build_calibration(answer: Calibration) -> CalibrationDocument:
     """The document: the fits, what they rest on, and the machine as its file has it."""
     return {
         "format": FORMAT,
         "version": VERSION,
         "traceloom": __version__,
-        "sentence": sentence(answer),
-        "transfers": rows(answer.transfers),
+        "sentence": summarise_calibration(answer),
+        "transfers": to_rows(answer.transfers),
         "machine": machine_document(answer.machine),
         "notices": [notice.to_dict() for notice in answer.notices],
     }
 
 
-def sentence(answer: Calibration) -> str:
+def summarise_calibration(answer: Calibration) -> str:
     """What was fitted, in words."""
     if answer.samples.is_empty():
         return "No collectives."
@@ -49,7 +49,7 @@ def sentence(answer: Calibration) -> str:
     return f"{answer.samples.height:,} collectives of {several}, {late}."
 
 
-def render(document: CalibrationDocument, width: int) -> Iterator[Text]:
+def render_calibration(document: CalibrationDocument, width: int) -> Iterator[Text]:
     """The lines on a terminal."""
     yield Text(short(document["machine"].get("name", ""), width), "bold")
     yield Text("")
@@ -66,7 +66,7 @@ def render(document: CalibrationDocument, width: int) -> Iterator[Text]:
         yield from paragraph(f"The device reached {', '.join(rates)}.", width)
     for notice in document["notices"]:
         yield Text("")
-        yield from paragraph(f"{harmless(notice['message'])}.", width)
+        yield from paragraph(f"{sanitize(notice['message'])}.", width)
 
 
 def _transfer_lines(transfers: Sequence[TransferFitRow], width: int) -> Iterator[Text]:

@@ -1,300 +1,345 @@
-"""The report document: what `traceloom report` knows about a run, as one JSON object.
-
-Everything that is shown (terminal, page, Markdown) is drawn from it. Its keys are described in
-docs/reference/report-json.md and docs/reference/report.schema.json.
-"""
+"""Document, Section, Table, Figure as values; unknown values with reasons; JSON and its schema derived."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from traceloom import __version__, analyze
-from traceloom.analyze.quality_effects import affected
-from traceloom.analyze.remembered import together
-from traceloom.files import with_addresses
-from traceloom.model import Notice, Session
-from traceloom.model.frames import rows
-from traceloom.model.notice import worst_first
-from traceloom.report.absent import Absent
-from traceloom.report.faults import Faults
-from traceloom.report.findings import begun_findings
-from traceloom.report.measure import Measured, measure
-from traceloom.report.options import ReportOptions
-from traceloom.report.sections import FINDINGS, KEYS, NOT_ASKED, chosen, core, reasons, section_of
-from traceloom.report.sections.section import Study
-from traceloom.report.window import of_steps
+from traceloom.system import units
+from traceloom.system.sanitize import sanitize
+from traceloom.trace.columns import column
+from traceloom.trace.frames import UNITS, to_rows
 
 if TYPE_CHECKING:
-    from traceloom.report.documents import ReportDocument
-    from traceloom.report.documents.head import ReportHead
-    from traceloom.report.documents.report import (
-        AbsentRow,
-        DeviceRow,
-        DeviceTimeRow,
-        GpuAccountRow,
-        InputRow,
-        NoticeRow,
-        RankRow,
-        RunRow,
-        StepRow,
-        StepTimesRow,
-    )
-
-FORMAT = "traceloom-report"
-VERSION = 1
+    from traceloom.analyze.kernel_rules import KindRule
+    from traceloom.report.documents.report import AbsentRow
 
 
-def build(session: Session, options: ReportOptions | None = None, *, beside: bool = False) -> ReportDocument:
-    """The document of one run.
+Cells = Mapping[str, Any]
+"""A row as views see it: values by the keys of columns, whatever results they are of."""
+PICTURES = ("bar", "spark")
+KINDS = (*UNITS, "grade", "delta", *PICTURES)
+"""Kinds of a column: what its values are, so that every view writes them with a unit."""
 
-    Times are integer nanoseconds; every `start_ns` and `time_ns` is relative to `epoch_ns`. Unknown values are null
-    and explained in `absent`.
 
-    Args:
-        session: The run.
-        options: Which ranks and steps, and how operators are counted. `top` and `sort` do not change the document.
-        beside: Whether the findings of a large job may be worked out in a process of its own, to which models that a
-            script has registered are not known.
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One stretch of time as a stacked bar.
 
-    Raises:
-        UsageError: slugs `no-such-rank`, `no-such-step`, `no-such-section`.
+    Attributes:
+        parts: (label, colour group, nanoseconds), from left to right.
+        whole: What the parts are shares of.
+        longest: The stretch that is as long as the column; None where every bar is.
     """
-    options = options or ReportOptions()
-    chosen_sections = chosen(options.only)
-    whole = selected(session, replace(options, steps=None))
-    part = selected(session, options)
-    absent = Absent(part.epoch_ns, reasons(chosen_sections))
-    faults = Faults(options.only)
-    with (
-        begun_findings(whole, options, part.epoch_ns, beside=beside) as findings_of,
-        together(whole.traces),
-        together(part.traces),
-    ):
-        # All of one rank before the next: what several sections need of a trace is worked out once and then forgotten,
-        # so that a run of many ranks needs the memory of one, or of several small ones that are looked at together.
-        ranks: list[Measured] = []
-        results: dict[str, list[Any]] = {chosen_section.key: [] for chosen_section in chosen_sections}
-        for trace, shown in zip(whole.traces, part.traces, strict=True):
-            ranks.append(measure(trace, options.steps, by_shape=options.by_shape))
-            for each in chosen_sections:
-                results[each.key].append(faults.guard(each.key, partial(each.measure, shown, options)))
-        # The chosen sections, one after the other; null where not asked for, or where one fails.
-        study: Study[Any] = Study(whole, part, options, ())
-        sections: dict[str, Any] = {}
-        for key in KEYS:
-            if key not in results:
-                absent.say(key, NOT_ASKED)
-                sections[key] = None
-                continue
-            build_one = partial(section_of(key).build, replace(study, results=results.pop(key)), absent)
-            sections[key] = faults.guard(key, build_one)
-            if faults.failed(key):
-                faults.say(key, absent)
-        findings, context = faults.guard(FINDINGS, partial(findings_of, absent)) or ([], None)
-    core_study = Study(whole, part, options, ranks)
-    core_values = {each.key: each.build(core_study, absent) for each in core() if not each.shows_only}
-    if faults.failed(FINDINGS):
-        faults.say(FINDINGS, absent, "findings", "findings_ground")
-    of_ranks = tuple(n.of_rank(m.trace.rank) for m in ranks for n in m.notices)
-    notices = whole.all_notices() + of_ranks + faults.notices()
-    answer = analyze.answer(part, [m.facts for m in ranks])
-    if answer.step_ns is None:
-        absent.say("answer.step_ns")
-    return {
-        **_head(session.name, part.epoch_ns),
-        "answer": {
-            "sentence": answer.sentence,
-            "step_ns": answer.step_ns,
-            "whole_ns": answer.whole_ns,
-            "parts": rows(answer.parts),
-        },
-        "inputs": _inputs((whole,), absent),
-        "notices": _notices(notices, absent),
-        "capture": absent.value(session.capture, "capture"),
-        "ranks": [rank_entry(m, absent, cut=options.steps is not None) for m in ranks],
-        **cast("ReportDocument", core_values | sections),
-        "findings": findings,
-        "findings_ground": context,
-        "runs": [],
-        "absent": absent.to_list(),
-    }
+
+    parts: Sequence[tuple[str, str, int]]
+    whole: int
+    longest: int | None = None
 
 
-def selected(session: Session, options: ReportOptions) -> Session:
-    """The part of a session that a report with these options is about."""
-    whole = session if options.ranks is None else session.of_ranks(options.ranks)
-    return whole if options.steps is None else of_steps(whole, options.steps)
+@dataclass(frozen=True, slots=True)
+class Col:
+    """One column of a table.
+
+    Attributes:
+        key: Key of the row, and the name of the column in the page's address.
+        title: Heading.
+        kind: One of `KINDS`: text; name (long, may be cut); grade (how bad a notice is); time in ns; bytes;
+            count; share from 0 to 1; number; flops; flop_rate in FLOP/s; byte_rate in B/s; bar (a `Bar`); spark (a
+            list of numbers, drawn on terminals only); delta (a difference in ns, drawn from the middle).
+        hint: What is counted; shown on hover.
+        narrow: Whether it also stands on a terminal of 80 columns.
+        swatch: Colour group shown before the title.
+        scale: Columns with the same scale share one unit, so that they can be compared.
+        kept: Whether it stands on terminals of any width, as what is compared does: texts wrap instead.
+    """
+
+    key: str
+    title: str
+    kind: str = "text"
+    hint: str = ""
+    narrow: bool = True
+    swatch: str = ""
+    scale: str = ""
+    kept: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"{self.kind!r} is no kind of column")
+
+    @property
+    def numeric(self) -> bool:
+        """Whether cells are aligned on the decimal and sorted as numbers."""
+        return self.kind in units.NUMBERS
 
 
-def build_runs(sessions: Sequence[Session], name: str, commands: list[str]) -> ReportDocument:
-    """The summary document of several runs: a row each in `runs`, with the command that reports it alone."""
-    absent = Absent(0)
-    notices = tuple(n for session in sessions for n in session.notices)
-    runs: list[RunRow] = []
-    for session, command in zip(sessions, commands, strict=True):
-        spans = [(t.start_ns, t.end_ns) for t in session.traces if t.events.height]
-        window = max(end for _, end in spans) - min(start for start, _ in spans) if spans else None
-        runs.append(
-            {
-                "name": session.name,
-                "ranks": len(session.traces),
-                "world_size": absent.value(session.world_size, "runs[*].world_size"),
-                "window_ns": absent.value(window, "runs[*].window_ns"),
-                "steps": max((t.steps.height for t in session.traces), default=0),
-                "events": session.event_count,
-                "sentence": analyze.answer(session).sentence,
-                "command": command,
-            }
-        )
-    unknown: list[AbsentRow] = [
-        {"path": path, "reason": "several runs are summed up; report one of them to see it"}
-        for path in sorted(["answer.step_ns", *_CORE, *KEYS])
-    ]
-    return {
-        **_head(name, 0),
-        "answer": {
-            "sentence": f"{len(sessions)} runs; choose one to see where its time goes.",
-            "step_ns": None,
-            "whole_ns": 0,
-            "parts": [],
-        },
-        "inputs": _inputs(sessions, absent),
-        "notices": _notices(notices, absent),
-        "capture": None,
-        "ranks": [],
-        "kernels": [],
-        "operators": [],
-        "modules": [],
-        "communication": {"collectives": [], "ranks": []},
-        "memory": {"devices": [], "curve": []},
-        "data_loading": None,
-        **cast("ReportDocument", dict.fromkeys(KEYS)),
-        "findings": [],
-        "findings_ground": None,
-        "runs": runs,
-        "absent": unknown + absent.to_list(),
-    }
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One table, drawn by every view: all rows in the page, the first `--top` of them on a terminal.
+
+    Attributes:
+        key: Its id, unique in the report: `copies-kinds`.
+        title: Heading; the first letter is a capital.
+        columns: In the order of the page. The last column of kind `name`, `bar` or `spark` takes what room is left on a
+            terminal.
+        rows: Dicts in the order to be shown; a missing or null value shows as unknown.
+        path: Where the rows stand in the document (`copies.kinds`), so that unknown values can say why.
+        note: One sentence below the heading.
+        unknown: Why values are unknown, by column, beside what `path` says.
+        position: Place in the document's `ranks` of the rank that it is about; the page shows that of the chosen rank.
+        picture: SVG or HTML above it in the page; names from traces escaped.
+        weight: Where not all rows are shown: the column whose largest rows are, in their order.
+        brief: Whether it stands in the short report on a terminal, if its section is of the core.
+    """
+
+    key: str
+    title: str
+    columns: Sequence[Col]
+    rows: Sequence[Cells]
+    path: str = ""
+    note: str = ""
+    unknown: Mapping[str, str] | None = None
+    position: int | None = None
+    picture: str = ""
+    weight: str = ""
+    brief: bool = True
 
 
-_CORE = (
-    "capture",
-    "communication",
-    "data_loading",
-    "findings",
-    "findings_ground",
-    "kernels",
-    "memory",
-    "modules",
-    "operators",
-    "ranks",
-)
+def yes_or_no(value: bool | None) -> str | None:
+    """A cell that answers a question; None stays unknown."""
+    return None if value is None else "yes" if value else "no"
 
 
-def _head(name: str, epoch_ns: int) -> ReportHead:
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        "traceloom": __version__,
-        "name": name,
-        "epoch_ns": str(epoch_ns),
-    }
+def written(column: Col, value: Any) -> str:
+    """A cell as text, with its unit; `-` for what is unknown."""
+    if column.numeric or value is None:
+        return units.format_value(value, column.kind)
+    return sanitize(str(value))
 
 
-def _inputs(sessions: Sequence[Session], absent: Absent) -> list[InputRow]:
-    return [
-        {
-            "path": with_addresses(trace.meta.path),
-            "kind": trace.meta.kind,
-            "rank": absent.value(trace.meta.rank, "inputs[*].rank"),
-            "world_size": absent.value(trace.meta.world_size, "inputs[*].world_size"),
-            "host": absent.value(trace.meta.host, "inputs[*].host"),
-            "events": trace.events.height,
-            "versions": dict(trace.meta.versions),
-            "settings": dict(trace.meta.settings),
-        }
-        for session in sessions
-        for trace in session.traces
-    ]
+_TIMES = ("start_ns", "time_ns", "peak_time_ns", "first_ns", "last_ns")
+
+# Path in the document -> why a value there can be unknown, where its column does not say. `[*]` stands for any row.
+REASONS = {
+    "ranks[*].devices": "no GPU work was recorded",
+    "ranks[*].gpu_account": "no GPU work was recorded",
+    "answer.step_ns": "no trace marks steps that last",
+    "ranks[*].steps": "the trace marks no steps",
+    "ranks[*].steps[*].lag_ns": "the step launched no GPU work",
+    "ranks[*].host.threads": "no host events were recorded",
+    "ranks[*].step_times": "the trace marks no steps",
+    "ranks[*].step_times.spread_fraction": "the median step has no length",
+    "kernels": "no GPU work was recorded",
+    "operators": "no framework operators were recorded",
+    "operators[*].shapes": "not counted apart by shape (ask with --by-shape), or shapes were not recorded",
+    "operators[*].device_ns": "no GPU work was recorded",
+    "operators[*].self_device_ns": "no GPU work was recorded",
+    "operators[*].kernel_count": "no GPU work was recorded",
+    "modules": "neither Python stacks nor module annotations were recorded",
+    "communication.collectives": "no collective communication was recorded",
+    "communication.collectives[*].group_description": "the group has no description",
+    "communication.collectives[*].exposed_ns": "only communication on a device can overlap its compute",
+    "memory.devices": "allocations were not recorded (record with --memory, or profile_memory=True)",
+    "memory.devices[*].end_bytes": "the allocator's own total was not recorded",
+    "memory.devices[*].peak_bytes": "the allocator's own total was not recorded",
+    "memory.curve[*].reserved_bytes[*]": "the allocator does not say what it has reserved",
+    "data_loading": "no data loader was recorded",
+    "data_loading.waits[*].maker": "neither the name of the call nor the Python frames say who makes the batch",
+    "data_loading.waits[*].gpu_idle_ns": "no GPU work was recorded",
+    "data_loading.steps[*].gpu_idle_ns": "no GPU work was recorded, or no loader in this step",
+    "data_loading.steps[*].bottleneck": "no loader was recorded in this step",
+    "data_loading.steps[*].wait_ns": "no loader was recorded in this step",
+    "notices[*].rank": "the notice is about the whole run, or the file does not say its rank",
+    "capture": "the run was not recorded by `traceloom record`",
+    "findings": "no rule found anything that is worth half a per cent of the step",
+    "findings[*].saving_low_ns": "it is about memory, or only one step was looked at",
+    "findings[*].saving_high_ns": "it is about memory, or only one step was looked at",
+    "findings[*].frames": "it is not about what the host does, or no frame holds 5 % of that",
+    "findings[*].frames[*].file": "a built-in function is in no file",
+    "findings[*].frames[*].line": "a built-in function is in no file",
+    "findings[*].frames[*].inside": "nothing that it calls takes half of its time",
+    "findings[*].frames[*].inside_ns": "nothing that it calls takes half of its time",
+    "findings_ground.limit": "savings were evaluated over several steps, or there are no steps",
+    "findings_ground.step": "the trace marks no steps: the whole window is looked at",
+    "findings_ground.host_ratio": "the cost of recording was not measured",
+    "runs[*].world_size": "the files do not say how many ranks the job has",
+}
 
 
-def _notices(notices: tuple[Notice, ...], absent: Absent) -> list[NoticeRow]:
-    # Readers and analyses may notice the same thing; it is said once per rank and place.
-    distinct = tuple({(n.slug, n.rank, n.where, n.message): n for n in notices}.values())
-    if any(notice.rank is None for notice in distinct):
-        absent.say("notices[*].rank")
-    return [{**notice.to_dict(), "affects": affected(notice.slug)} for notice in worst_first(distinct)]
+class UnknownValues:
+    """Collects the reasons while a document is built; a path is explained once."""
+
+    def __init__(self, epoch_ns: int, more: Mapping[str, str] | None = None) -> None:
+        self.epoch_ns = epoch_ns
+        self._known = {**REASONS, **(more or {})}
+        self._reasons: dict[str, str] = {}
+
+    def say(self, path: str, reason: str | None = None) -> None:
+        """Explain the unknown or empty value at `path`: by `reason`, else as the path or its column is declared."""
+        if reason is None and (reason := self._known.get(path)) is None:
+            above, _, name = path.replace("[*]", "").rpartition(".")
+            with suppress(KeyError):
+                reason = column(name, above).unknown
+        self._reasons.setdefault(path, reason or "the trace does not say")
+
+    def rows(self, frame: pl.DataFrame, path: str) -> list[Any]:
+        """The rows of a frame as they stand at `path` of the document: times relative, each null column explained."""
+        times = [name for name in frame.columns if name in _TIMES]
+        frame = frame.with_columns(pl.col(times) - self.epoch_ns) if times else frame
+        for name in frame.columns:
+            if frame[name].null_count():
+                self.say(f"{path}[*].{name}")
+        return to_rows(frame)
+
+    def listed(self, frame: pl.DataFrame, path: str) -> list[Any]:
+        """`rows` of a list that is itself explained where it is empty."""
+        if not frame.height:
+            self.say(path)
+        return self.rows(frame, path)
+
+    def value(self, value: Any, path: str) -> Any:
+        """A single value; explained where it is null."""
+        if value is None:
+            self.say(path)
+        return value
+
+    def to_list(self) -> list[AbsentRow]:
+        """`absent` of the document."""
+        return [{"path": path, "reason": reason} for path, reason in sorted(self._reasons.items())]
 
 
-def rank_entry(measured: Measured, absent: Absent, *, cut: bool) -> RankRow:
-    """One entry of `ranks`; `cut` says that only chosen steps are told."""
-    trace, meta, gpu, times = measured.trace, measured.trace.meta, measured.gpu, measured.step_times
-    start, end = trace.start_ns, trace.end_ns
-    if cut and trace.steps.height:
-        start, end = int(trace.steps["start_ns"][0]), int(trace.steps["end_ns"][-1])
-    causes: dict[int, dict[str, int]] = {}
-    for row in measured.idle.totals.to_dicts():
-        causes.setdefault(row["device"], {})[row["cause"]] = row["idle_ns"]
-    devices: list[DeviceRow] = absent.listed(gpu.devices, "ranks[*].devices")
-    steps: list[StepRow] = absent.listed(times.steps, "ranks[*].steps")
-    account: GpuAccountRow | None = None
-    if devices:
-        of_gpu = measured.facts.account
-        account = {
-            "window": of_gpu.window,
-            "devices": absent.rows(of_gpu.devices, "ranks[*].gpu_account.devices"),
-            "idle": absent.rows(of_gpu.idle, "ranks[*].gpu_account.idle"),
-        }
-    else:
-        absent.say("ranks[*].gpu_account")
-    inside = _by_step(gpu.steps.filter(pl.col("step").is_not_null()), measured.idle.causes, absent)
-    outside = _by_step(gpu.steps.filter(pl.col("step").is_null()), measured.idle.causes, absent)
-    step_times: StepTimesRow | None = None
-    if times.count:
-        step_times = {
-            "count": times.count,
-            "median_ns": absent.value(times.median_ns, "ranks[*].step_times.median_ns"),
-            "min_ns": absent.value(times.min_ns, "ranks[*].step_times.min_ns"),
-            "max_ns": absent.value(times.max_ns, "ranks[*].step_times.max_ns"),
-            "spread_fraction": absent.value(times.spread_fraction, "ranks[*].step_times.spread_fraction"),
-            "evidence": absent.value(times.evidence, "ranks[*].step_times.evidence"),
-        }
-    else:
-        absent.say("ranks[*].step_times")
-    return {
-        "rank": absent.value(meta.rank, "ranks[*].rank"),
-        "host_name": absent.value(meta.host, "ranks[*].host_name"),
-        "world_size": absent.value(meta.world_size, "ranks[*].world_size"),
-        "path": with_addresses(meta.path),
-        "start_ns": start - absent.epoch_ns,
-        "window_ns": end - start,
-        "event_count": trace.events.height,
-        "devices": [{**device, "idle_causes": causes.get(device["device"], {})} for device in devices],
-        "steps": [{**step, "devices": inside.get(step["step"], [])} for step in steps],
-        "outside": outside.get(None, []),  # of the devices; with the steps, it adds up to the whole
-        "gpu_account": account,
-        "idle": absent.rows(measured.idle.totals, "ranks[*].idle"),
-        "host": {
-            "threads": absent.listed(measured.host.threads, "ranks[*].host.threads"),
-            "account": absent.rows(measured.host.account, "ranks[*].host.account"),
-        },
-        "step_times": step_times,
-    }
+Shape = dict[str, Any]
+"""A JSON Schema."""
 
 
-def _by_step(rows: pl.DataFrame, causes: pl.DataFrame, absent: Absent) -> dict[int | None, list[DeviceTimeRow]]:
-    """The devices' time inside each step, with its idle causes."""
-    named: dict[tuple[Any, Any], dict[str, int]] = {}
-    for row in causes.to_dicts():
-        named.setdefault((row["step"], row["device"]), {})[row["cause"]] = row["idle_ns"]
-    out: dict[int | None, list[DeviceTimeRow]] = {}
-    entries: list[DeviceTimeRow] = absent.rows(
-        rows.drop("step", "start_ns", "duration_ns"), "ranks[*].steps[*].devices"
-    )
-    for step, entry in zip(rows["step"].to_list(), entries, strict=True):
-        out.setdefault(step, []).append({**entry, "idle_causes": named.get((step, entry["device"]), {})})
-    return out
+@dataclass(frozen=True)
+class Part:
+    """A list in the document, with an object for each row of a frame.
+
+    Attributes:
+        columns: Name -> Polars type.
+        what: What the list holds.
+        unknown: Column -> why it can be null.
+        nullable: Columns that can be null for the reason that `traceloom.model.columns` gives.
+        empty: Why the list may be empty; empty where that needs no reason.
+        ranked: Whether the column `rank` stands before the others, as `Study.concat` makes it.
+    """
+
+    columns: Mapping[str, Any]
+    what: str
+    unknown: Mapping[str, str] = field(default_factory=dict)
+    nullable: Collection[str] = ()
+    empty: str = ""
+    ranked: bool = True
+
+    def schema(self) -> Shape:
+        """Its JSON Schema."""
+        columns = {"rank": pl.Int32, **self.columns} if self.ranked else self.columns
+        nullable = {*self.unknown, *self.nullable, *(("rank",) if self.ranked else ())}
+        properties = {name: of_type(kind, nullable=name in nullable) for name, kind in columns.items()}
+        return {"description": self.what, "type": "array", "items": record(properties)}
+
+    def reasons(self, path: str) -> dict[str, str]:
+        """Path in the document -> why a value there can be unknown, where its column does not say."""
+        rows = {f"{path}[*].{name}": why for name, why in self.unknown.items()}
+        return {path: self.empty, **rows} if self.empty else rows
+
+
+def record(properties: Mapping[str, Shape], *, what: str = "") -> Shape:
+    """An object with all these keys."""
+    shape: Shape = {"type": "object", "properties": dict(properties), "required": list(properties)}
+    return {"description": what, **shape} if what else shape
+
+
+def or_null(shape: Shape, *, what: str = "") -> Shape:
+    """The same, or null."""
+    either: Shape = {"anyOf": [shape, {"type": "null"}]}
+    return {"description": what, **either} if what else either
+
+
+def of_type(kind: Any, *, nullable: bool = False) -> Shape:
+    """One value of a Polars type."""
+    kind = kind() if isinstance(kind, type) else kind
+    if isinstance(kind, (pl.List, pl.Array)):
+        shape: Shape = {"type": "array", "items": of_type(kind.inner)}
+        return or_null(shape) if nullable else shape
+    name = "integer" if kind.is_integer() else "number" if kind.is_numeric() else "string"
+    name = "boolean" if kind == pl.Boolean else name
+    return {"type": [name, "null"] if nullable else name}
+
+
+@dataclass(frozen=True, slots=True)
+class ReportOptions:
+    """Choices of `traceloom report`.
+
+    Attributes:
+        ranks: Only these ranks; None for all.
+        steps: Only the work of the steps from the first to the last of these numbers, both included.
+        by_shape: Operators are counted apart by the shapes of their inputs.
+        top: How many rows a table shows on a terminal or in Markdown. The document always has all.
+        full: On a terminal, without `only`: the tables of the core and a line for each other section, instead of the
+            answer, what to fix, and where to look.
+        sort: What shown tables are sorted by: a key of `SORT_KEYS`; None for each table's own order.
+        only: Which sections are made beyond the core (`core` alone: none); on a terminal, what is shown in full. None:
+            all are made, and the terminal is short, or `full`.
+        peak: Peaks to compare with instead of those of the devices' names: a device's name (`H100 SXM`) or numbers
+            (`bf16=989e12,memory=3.35e12`).
+        link_peak: Peak of the link of one device in one direction, 10^9 bytes per second, for groups of every kind;
+            None for that of the device's name where a group stays inside a host.
+        graph_capture: File with the recording of the graphs' capture, or of the same model without graphs: from it the
+            operators of graph replays are known.
+        cache: Whether that file may come from the cache of read traces, and go there.
+        tokens_per_step: Tokens that a step makes, where the user says so.
+        samples_per_step: Samples that a step takes, where the user says so.
+        kind_rules: The user's rules for kinds of kernels; they come before ours.
+    """
+
+    ranks: tuple[int, ...] | None = None
+    steps: tuple[int, int] | None = None
+    by_shape: bool = False
+    top: int = 10
+    full: bool = False
+    sort: str | None = None
+    only: tuple[str, ...] | None = None
+    peak: str | None = None
+    link_peak: float | None = None
+    graph_capture: str | None = None
+    cache: bool = True
+    tokens_per_step: int | None = None
+    samples_per_step: int | None = None
+    kind_rules: tuple[KindRule, ...] = ()
+
+    def wants(self, section: str) -> bool:
+        """Whether a section is asked for: all are, where none is named."""
+        return self.only is None or section in self.only
+
+
+# Key of --sort -> the columns it means, the first one a table has.
+SORT_KEYS = {
+    "self": ("self_ns", "total_ns"),
+    "total": ("total_ns",),
+    "device": ("device_ns", "total_ns"),
+    "mean": ("mean_ns",),
+    "max": ("max_ns", "total_ns"),
+    "count": ("count",),
+    "name": ("name",),
+}
+
+
+def ordered(table: Table, options: ReportOptions) -> Sequence[Mapping[str, Any]]:
+    """The rows a table shows: sorted by `sort` where it has that column, the first (or heaviest) `top` of them."""
+    rows = table.rows
+    columns = SORT_KEYS[options.sort] if options.sort else ()
+    column = next((name for name in columns if rows and name in rows[0]), None)
+    if column == "name":
+        rows = sorted(rows, key=lambda row: str(row["name"]))
+    elif column is not None:
+        rows = sorted(rows, key=lambda row: -(row[column] or 0))
+    elif table.weight and len(rows) > options.top:
+        heaviest = sorted(range(len(rows)), key=lambda i: -rows[i][table.weight])[: options.top]
+        return [rows[i] for i in sorted(heaviest)]
+    return rows[: options.top]

@@ -15,16 +15,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from traceloom import leaving
 from traceloom.errors import InputError, UsageError
-from traceloom.model import Notice, Session, trace_store
-from traceloom.model.parked import ColumnFiles
-from traceloom.model.units import duration
-from traceloom.plain_text import json_line
-from traceloom.report.absent import Absent
-from traceloom.report.options import ReportOptions
+from traceloom.report.document import ReportOptions, UnknownValues
 from traceloom.report.sections import FINDINGS, NOT_ASKED
-from traceloom.workers import Worker, cores, shared_folder
+from traceloom.system import process
+from traceloom.system.processes import WorkerProcess, cores, shared_folder
+from traceloom.system.text import json_line
+from traceloom.system.units import duration
+from traceloom.trace import storage
+from traceloom.trace.notice import Notice
+from traceloom.trace.session import Session
+from traceloom.trace.storage import MappedFiles
 
 if TYPE_CHECKING:
     from traceloom.report.documents.report import FindingRow, FindingsGroundValue
@@ -38,9 +39,9 @@ Findings: TypeAlias = "tuple[list[FindingRow], FindingsGroundValue | None]"
 
 
 @contextmanager
-def begun_findings(
+def start_findings(
     session: Session, options: ReportOptions, epoch_ns: int, *, beside: bool
-) -> Iterator[Callable[[Absent], Findings]]:
+) -> Iterator[Callable[[UnknownValues], Findings]]:
     """Begin with the findings of a large job, where that may be done in a process of its own.
 
     Args:
@@ -70,18 +71,18 @@ def begun_findings(
         try:
             for number, trace in enumerate(session.traces):
                 (folder / str(number)).mkdir()
-                trace_store.save(trace, folder / str(number), kept=False)
-            with leaving.put_off():  # what goes wrong in that process goes wrong here, too, where it is said
-                worker = Worker(__name__, threads=cores() // 2, quiet=True)
+                storage.save(trace, folder / str(number), kept=False)
+            with process.defer_signals():  # what goes wrong in that process goes wrong here, too, where it is said
+                worker = WorkerProcess(__name__, threads=cores() // 2, quiet=True)
                 until_done.callback(worker.ended)
                 until_done.callback(worker.kill)
-                until_done.enter_context(leaving.undone_on_leaving(worker.kill))
+                until_done.enter_context(process.clean_up_on_exit(worker.kill))
         except OSError:  # there is no room for the traces, or for a process
             yield here
             return
         worker.send(job)
 
-        def received(absent: Absent) -> Findings:
+        def received(absent: UnknownValues) -> Findings:
             for answer in worker.answers():
                 for reason in answer["absent"]:
                     absent.say(reason["path"], reason["reason"])
@@ -94,15 +95,15 @@ def begun_findings(
 def main() -> None:
     """Work out the findings of the traces in a folder, and print them."""
     job = json.loads(sys.stdin.readline())
-    folder, files = Path(job["folder"]), ColumnFiles()
-    traces = tuple(files.kept(trace_store.saved(folder / str(rank), kept=False)) for rank in range(job["ranks"]))
+    folder, files = Path(job["folder"]), MappedFiles()
+    traces = tuple(files.kept(storage.load_trace(folder / str(rank), kept=False)) for rank in range(job["ranks"]))
     session = Session(traces, job["name"], job["capture"], tuple(Notice(**notice) for notice in job["notices"]))
-    absent = Absent(job["epoch_ns"])
+    absent = UnknownValues(job["epoch_ns"])
     rows, ground = ranked_findings(session, ReportOptions(only=job["only"]), absent)
     sys.stdout.buffer.write(json_line({"findings": rows, "ground": ground, "absent": absent.to_list()}))
 
 
-def ranked_findings(session: Session, options: ReportOptions, absent: Absent) -> Findings:
+def ranked_findings(session: Session, options: ReportOptions, absent: UnknownValues) -> Findings:
     """`findings` and `findings_ground` of the document; nothing where `--only` leaves them out."""
     if not options.wants(FINDINGS):
         return _nothing(NOT_ASKED, absent)
@@ -171,7 +172,7 @@ def ranked_findings(session: Session, options: ReportOptions, absent: Absent) ->
     }
 
 
-def _nothing(reason: str, absent: Absent) -> tuple[list[FindingRow], None]:
+def _nothing(reason: str, absent: UnknownValues) -> tuple[list[FindingRow], None]:
     absent.say("findings", reason)
     absent.say("findings_ground", reason)
     return [], None

@@ -1,23 +1,30 @@
-"""A sweep as a document, as a table, and on a terminal."""
+"""`simulate --sweep`."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from html import escape
 from typing import TYPE_CHECKING, TypeGuard
 
 from rich.text import Text
 
 from traceloom import __version__
-from traceloom.model import units
-from traceloom.model.frames import rows
-from traceloom.report.names import short
-from traceloom.report.table import Cells
-from traceloom.report.views.terminal.columns import Cell, TextColumn, heading, lines
-from traceloom.simulate.sweeps import SweepTable, SweptValue
+from traceloom.report.document import Cells, Col
+from traceloom.report.figure import text
+from traceloom.report.labels import short
+from traceloom.report.views.page import key_numbers, list_sections, render_page
+from traceloom.report.views.page_table import table
+from traceloom.report.views.terminal_table import Cell, TextColumn, heading, lines
+from traceloom.system import units
+from traceloom.system.sanitize import sanitize
+from traceloom.trace.frames import to_rows
+from traceloom.workload.simulate.sweep import SweepTable, SweptValue
 
 if TYPE_CHECKING:
     from traceloom.report.documents.sweep import AnsweredPointRow, SweepDocument, SweepPointRow
+
 
 FORMAT = "traceloom-sweep"
 VERSION = 1
@@ -37,8 +44,8 @@ def build(table: SweepTable, name: str) -> SweepDocument:
         "traceloom": __version__,
         "name": name,
         "keys": list(table.keys),
-        "points": rows(table.points),
-        "sensitivities": rows(table.sensitivities),
+        "points": to_rows(table.points),
+        "sensitivities": to_rows(table.sensitivities),
     }
 
 
@@ -57,7 +64,7 @@ def parameter(point: Cells, key: str) -> SweptValue:
     return value
 
 
-def render(document: SweepDocument, width: int) -> Iterator[Text]:
+def render_sweep(document: SweepDocument, width: int) -> Iterator[Text]:
     """The lines on a terminal: the points that nobody beats, the quickest of the others, what the time depends on."""
     keys = document["keys"]
     answered = answered_points(document["points"])
@@ -93,7 +100,7 @@ def render(document: SweepDocument, width: int) -> Iterator[Text]:
     if len(answered) > _ROWS:
         yield Text(f" and {len(answered) - _ROWS:,} more: -o sweep.csv has all")
     if refused:
-        yield from heading("No answer", units.counted(len(refused), "point"), width)
+        yield from heading("No answer", units.count_of(len(refused), "point"), width)
         reasons = Counter(row["reason"] or "unknown" for row in refused).most_common(_ROWS)
         cells: list[list[Cell]] = [[f"{count:,}"] for _, count in reasons]
         yield from lines([TextColumn("points")], cells, ("why", lambda i, room: short(reasons[i][0], room)), width)
@@ -111,3 +118,155 @@ def render(document: SweepDocument, width: int) -> Iterator[Text]:
 def parameter_text(value: SweptValue) -> str:
     """The value of a parameter, in few digits."""
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 1000, 300, 84, 230, 14, 40
+_MOST_CURVES = 10  # of one picture, the quickest first; more cannot be told apart
+_COLOURS = ("accent", "c-communication", "c-memory", "path", "c-optimizer", "c-backward", "c-sync", "c-launch", "ink",
+            "c-loading")  # fmt: skip
+
+
+def render(document: SweepDocument) -> str:
+    """The document as one HTML page that needs nothing but itself.
+
+    Args:
+        document: What `traceloom.report.sweep.build` made.
+    """
+    answered = sorted(answered_points(document["points"]), key=lambda row: row["time_ns"])
+    best, worst = answered[0], answered[-1]
+    name = document["name"]
+    times = f"{units.duration(best['time_ns'])} to {units.duration(worst['time_ns'])}"
+    headline = f"{units.count_of(len(answered), 'point')}: {times}"
+    numbers = [
+        ("Quickest", units.duration(best["time_ns"]), _words(best, document["keys"])),
+        ("Slowest", units.duration(worst["time_ns"]), _words(worst, document["keys"])),
+        ("Not beaten", str(sum(row["pareto"] for row in answered)), "in time and cost per sample and in ranks"),
+    ]
+    return render_page(
+        title=f"Sweep: {headline} – {name}",
+        name=f"Sweep: {name}",
+        headline=f"<h1>{text(headline)}</h1>",
+        numbers=key_numbers((label, value, "", more) for label, value, more in numbers),
+        footer=(
+            f"<p>Traceloom {text(document.get('traceloom', ''))}</p>"
+            "<p>The same for programs: <code>-o sweep.json</code>, <code>.csv</code>, <code>.parquet</code></p>"
+        ),
+        **list_sections(_sections(document, answered)),
+    )
+
+
+def _words(point: AnsweredPointRow, keys: Sequence[str]) -> str:
+    return ", ".join(f"{key} {parameter_text(parameter(point, key))}" for key in keys)
+
+
+def _sections(document: SweepDocument, answered: list[AnsweredPointRow]) -> Iterator[tuple[str, str, str, str]]:
+    keys = document["keys"]
+    for number, key in enumerate(keys):
+        drawn = _curves(answered, key, [other for other in keys if other != key])
+        if drawn:
+            note = "The time over this parameter, a line for each choice of the others; a band from P10 to P90."
+            yield f"over-{number}", f"Over {text(key)}", note, drawn
+    if document["sensitivities"]:
+        depends = (
+            Col("parameter", "Parameter", "name"), Col("median", "Median", "number"), Col("low", "Least", "number"),
+            Col("high", "Most", "number"),
+        )  # fmt: skip
+        body = table("sensitivity-table", depends, document["sensitivities"], {}, "Sensitivity")
+        yield (
+            "sensitivity",
+            "Sensitivity",
+            "Per cent of the time per per cent of a parameter, between neighbours.",
+            body,
+        )
+    points = sorted(
+        document["points"], key=lambda row: (row["time_ns"] is None, not row["pareto"], row["time_ns"] or 0)
+    )
+    rows: list[Cells] = [{**row, "mark": "*" if row["pareto"] else ""} for row in points]
+    swept = [Col(key, key, "number" if _numbers(rows, key) else "text") for key in keys]
+    rest = [
+        Col("time_ns", "Time", "time"), Col("p10_ns", "P10", "time"), Col("p90_ns", "P90", "time"),
+        Col("ranks", "Ranks", "count"), Col("cost", "Cost", "number"), Col("memory_bytes", "Memory", "bytes"),
+        Col("flags", "To be known"), Col("reason", "Why not"),
+    ]  # fmt: skip
+    empty = {name for name in ("flags", "reason") if not any(row[name] for row in rows)}
+    columns = (Col("mark", "*", hint="no other point beats it"), *swept,
+               *(c for c in rest if c.key not in {*keys, *empty}))  # fmt: skip
+    body = table("points-table", columns, rows, {}, "Points", whole="-o sweep.csv")
+    yield "points", "Points", "Those that none beats come first, then the quickest.", body
+
+
+def _numbers(rows: Sequence[Cells], key: str) -> bool:
+    return all(isinstance(row[key], (int, float)) for row in rows)
+
+
+def _curves(rows: Sequence[AnsweredPointRow], key: str, others: Sequence[str]) -> str:
+    """The picture of the time over one parameter; empty where it is no number, or has one value."""
+
+    def at(point: Cells) -> float:
+        value: float = point[key]  # which is a number at every point, else nothing is drawn
+        return value
+
+    values = sorted(set(map(at, rows))) if _numbers(rows, key) else []
+    if len(values) < 2:
+        return ""
+    curves: dict[tuple[SweptValue, ...], list[AnsweredPointRow]] = {}
+    for row in rows:  # the quickest first, and so the quickest curves
+        curves.setdefault(tuple(parameter(row, other) for other in others), []).append(row)
+    shown = list(curves.items())[:_MOST_CURVES]
+    highest: float = max(row["p90_ns"] or row["time_ns"] for _, points in shown for row in points)
+    logarithmic = values[0] > 0 and values[-1] / values[0] >= 8
+
+    def x(value: float) -> float:
+        low, high, scaled = (math.log(v) if logarithmic else float(v) for v in (values[0], values[-1], value))
+        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * float((scaled - low) / (high - low))
+
+    def y(time_ns: float) -> float:
+        return _TOP + (_HEIGHT - _TOP - _BOTTOM) * (1 - time_ns / highest)
+
+    ink = 'fill="currentColor"'
+    parts = []
+    for share in (0, 0.5, 1):
+        level = f"{y(share * highest):.1f}"
+        parts.append(f'<line stroke="var(--grid)" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{level}" y2="{level}"/>')
+        tick = units.duration(round(share * highest))
+        parts.append(f'<text x="{_LEFT - 8}" y="{level}" dy="4" text-anchor="end" {ink}>{tick}</text>')
+    below = f'y="{_HEIGHT - _BOTTOM + 18}" text-anchor="middle" {ink}'
+    parts += [f'<text x="{x(v):.1f}" {below}>{parameter_text(v)}</text>' for v in values[:: -(-len(values) // 12)]]
+    for number, (choice, unordered) in enumerate(shown):
+        points = sorted(unordered, key=at)
+        colour = f"var(--{_COLOURS[number]})"
+        label = escape(
+            sanitize(
+                ", ".join(
+                    f"{other.removeprefix('network.')} {parameter_text(v)}"
+                    for other, v in zip(others, choice, strict=True)
+                )
+            )
+        )
+        band = [
+            (x(at(row)), y(row["p10_ns"]), y(row["p90_ns"]))
+            for row in points
+            if row["p10_ns"] is not None and row["p90_ns"] is not None
+        ]
+        if len(band) > 1:
+            edge = [f"{across:.1f} {high:.1f}" for across, _, high in band]
+            edge += [f"{across:.1f} {low:.1f}" for across, low, _ in reversed(band)]
+            parts.append(f'<path d="M{"L".join(edge)}Z" fill="{colour}" fill-opacity=".12"/>')
+        line = "L".join(f"{x(at(row)):.1f} {y(row['time_ns']):.1f}" for row in points)
+        parts.append(f'<path d="M{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        for row in points:
+            title = escape(f"{key} {parameter_text(at(row))}: {units.duration(row['time_ns'])}")
+            centre = f'cx="{x(at(row)):.1f}" cy="{y(row["time_ns"]):.1f}"'
+            parts.append(f'<circle {centre} r="3.5" fill="{colour}"><title>{title} {label}</title></circle>')
+        top = _TOP + 16 * number + 10
+        left = _WIDTH - _RIGHT + 14
+        parts.append(f'<rect x="{left}" y="{top - 9}" width="10" height="10" fill="{colour}"/>')
+        parts.append(f'<text x="{left + 15}" y="{top}" fill="currentColor">{label or "time"}</text>')
+    caption = f"Time over {key}" + (f"; {len(curves) - len(shown)} slower choices are not drawn" if
+                                    len(curves) > len(shown) else "")  # fmt: skip
+    return (
+        f"<figure><figcaption>{escape(sanitize(caption))}.</figcaption>"
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="100%" role="img" font-family="system-ui, sans-serif" '
+        f'font-size="12" aria-label="{escape(sanitize(caption))}">'
+        f"{''.join(parts)}</svg></figure>"
+    )

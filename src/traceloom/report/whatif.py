@@ -1,24 +1,33 @@
-"""A what-if as a document, and on a terminal."""
+"""`traceloom whatif`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from html import escape
 from typing import TYPE_CHECKING
 
 from rich.text import Text
 
 from traceloom import __version__
-from traceloom.harmless import harmless
-from traceloom.model import units
-from traceloom.model.frames import rows
-from traceloom.report.names import rank_label, short
-from traceloom.report.views.terminal.columns import TextColumn, heading, lines, paragraph
-from traceloom.retime.law import Law
-from traceloom.simulate.changes import ASSUMES, Change
-from traceloom.simulate.whatif import WhatIf
+from traceloom.changes.changes import ASSUMES, Change
+from traceloom.changes.whatif import Sweep, WhatIf
+from traceloom.graph.law import Law
+from traceloom.report.before_after import BeforeAfter
+from traceloom.report.document import Col
+from traceloom.report.figure import inline_code
+from traceloom.report.figure import text as figure_text
+from traceloom.report.labels import rank_label, short
+from traceloom.report.views.markdown import code, text
+from traceloom.report.views.page import asset, key_numbers, list_sections, render_page
+from traceloom.report.views.page_table import table
+from traceloom.report.views.terminal_table import TextColumn, heading, lines, paragraph
+from traceloom.system import units
+from traceloom.system.sanitize import sanitize
+from traceloom.trace.frames import to_rows
 
 if TYPE_CHECKING:
     from traceloom.report.documents.whatif import PathPart, WhatIfDocument
+
 
 FORMAT = "traceloom-whatif"
 VERSION = 1
@@ -54,8 +63,8 @@ def build(name: str, step: int | None, changes: list[Change], result: WhatIf, ke
         "saved_fraction": result.saved_fraction,
         "host_ratio": result.host_ratio,
         "rescaled_saved_ns": result.rescaled_saved_ns,
-        "ranks": rows(result.ranks),
-        "path": rows(result.path),
+        "ranks": to_rows(result.ranks),
+        "path": to_rows(result.path),
         "law": {"sentence": kept.sentence, "holds": kept.holds, "honest_error": kept.honest_error,
                 "point_error": kept.point_error, "residual_share": kept.residual_share},
         "trusted": result.trusted,
@@ -88,7 +97,7 @@ def render(document: WhatIfDocument, width: int) -> Iterator[Text]:
     yield from paragraph(document["sentence"], width, "bold")
     for change in document["changes"]:
         yield Text("")
-        yield Text.assemble(" ", (harmless(change["change"]), "bold"))
+        yield Text.assemble(" ", (sanitize(change["change"]), "bold"))
         yield from paragraph(f"Assumed: {change['assumes']}.", width)
     if len(document["ranks"]) > 1:
         yield from heading("Ranks", "", width)
@@ -125,3 +134,149 @@ def part_name(part: PathPart) -> str:
     if what == "work" or not kind:
         return _WORK.get(kind, kind or what)
     return f"{'unexplained' if what == 'residual' else what}: {_DELAYS.get(kind) or _WORK.get(kind, kind)}"
+
+
+_MAX_WHATIF_ROWS = 12
+_LONGEST = 4_000  # characters of a change, which stands whole
+_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 640, 260, 90, 12, 40
+
+
+def markdown(document: WhatIfDocument) -> str:
+    """The document for a pull request or a note."""
+    lines = [f"## What if: {text(document['name'])}", "", text(document["sentence"]), ""]
+    changes = [(code(row["change"], _LONGEST, cell=False), text(row["assumes"])) for row in document["changes"]]
+    lines += [f"- {change}. Assumed: {assumed}." for change, assumed in changes]
+    tables: list[tuple[list[str], list[list[str]]]] = []
+    if len(document["ranks"]) > 1:
+        ranks = [
+            [f"rank {row['rank']}", *map(units.duration, (row["before_ns"], row["after_ns"], row["saved_ns"]))]
+            for row in document["ranks"]
+        ]
+        tables.append((["rank", "before", "after", "saved"], ranks))
+    path = [
+        [part_name(row), units.duration(row["before_ns"]), units.duration(row["after_ns"])]
+        for row in document["path"][:_MAX_WHATIF_ROWS]
+    ]  # fmt: skip
+    tables.append((["critical path", "before", "after"], path))
+    for head, rows in tables:
+        lines += ["", f"| {' | '.join(head)} |", f"|---|{'---:|' * (len(head) - 1)}"]
+        lines += [f"| {' | '.join(map(text, row))} |" for row in rows]
+    return "\n".join([*lines, "", text(trust(document)), ""])
+
+
+def picture(sweep: Sweep) -> str:
+    """The times of a sweep over its factors, as SVG.
+
+    Example:
+        >>> Path("network.svg").write_text(picture(sweep(graph, "network * {}", [1, 2, 4])))  # doctest: +SKIP
+    """
+    rows = sweep.table.sort("factor")
+    factors, times = rows["factor"].to_list(), rows["time_ns"].to_list()
+    low, high = (min(factors), max(factors)) if factors else (0.0, 1.0)
+    top = max(times, default=1) or 1
+    plot_width, plot_height = _WIDTH - _LEFT - 20, _HEIGHT - _TOP - _BOTTOM
+    points = [
+        (_LEFT + (f - low) / ((high - low) or 1) * plot_width, _TOP + plot_height * (1 - t / top))
+        for f, t in zip(factors, times, strict=True)
+    ]
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    dots = "".join(
+        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3"><title>{f:g}: {escape(units.duration(t))}</title></circle>'
+        f'<text x="{x:.1f}" y="{_HEIGHT - 20}" text-anchor="middle">{f:g}</text>'
+        for (x, y), f, t in zip(points, factors, times, strict=True)
+    )
+    base = _TOP + plot_height
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" '
+        f'font-size="12" role="img"><title>{escape(sanitize(sweep.template))}</title>'
+        f'<path d="M{_LEFT} {_TOP}V{base}H{_WIDTH - 20}" fill="none" stroke="#8c959f"/>'
+        f'<text x="{_LEFT - 6}" y="{_TOP + 10}" text-anchor="end">{escape(units.duration(top))}</text>'
+        f'<text x="{_LEFT - 6}" y="{base}" text-anchor="end">0</text>'
+        f'<polyline points="{line}" fill="none" stroke="#0072b2" stroke-width="2"/><g fill="#0072b2">{dots}</g>'
+        f'<text x="{_LEFT + plot_width / 2}" y="{_HEIGHT - 4}" text-anchor="middle">'
+        f"{escape(sanitize(sweep.template))}</text></svg>\n"
+    )
+
+
+_TIMES = (
+    Col("before_ns", "Before", "time", scale="t"),
+    Col("after_ns", "After", "time", scale="t"),
+)
+_SAVED = Col("saved_ns", "Saved", "time", scale="t")
+_ABOUT_TIMELINE = (
+    "Every lane as it was and, below it, as it would be, on one axis. A dark edge marks what the changes are about, "
+    "a line the critical path: what decides how long it takes."
+)
+_ABOUT_PATH = "What decides how long it takes; each column adds up to the whole."
+
+
+def render_before_after_page(document: WhatIfDocument, view: BeforeAfter | None = None) -> str:
+    """The document as one HTML page that needs nothing but itself.
+
+    Args:
+        document: What `traceloom.report.whatif.build` made of a what-if.
+        view: The timeline before and after; a page without one says so.
+    """
+    name = document["name"]
+    before, after, saved = document["before_ns"], document["after_ns"], document["saved_ns"]
+    whole = max(before, after, 1)
+    bars = "".join(
+        f'<rect class="{side}" x="0" y="{14 * k}" width="{time / whole * 100:.2f}" height="10"/>'
+        for k, (side, time) in enumerate((("before", before), ("after", after)))
+    )
+    label = f"before {units.duration(before)}, after {units.duration(after)}"
+    picture = (
+        f'<svg class="sides" viewBox="0 0 100 24" preserveAspectRatio="none" role="img" '
+        f'aria-label="{escape(label)}">{bars}</svg>'
+    )
+    shown = [
+        ("Before", units.duration(before), "as measured"),
+        ("After", units.duration(after), "with the changes"),
+        ("Saved", units.duration(saved), f"{units.share(saved, before)} of it" if saved >= 0 else "it takes longer"),
+    ]
+    if document["rescaled_saved_ns"] != saved:
+        shown.append(("Unrecorded", units.duration(document["rescaled_saved_ns"]), "saved when not recording"))
+    else:
+        error = f"{100 * document['law']['honest_error']:+.2f} %"
+        shown.append(
+            ("Error of the graph", error, "more than that is saved" if document["trusted"] else "take it as a hint")
+        )
+    return render_page(
+        title=f"What if: {document['sentence']} – {name}",
+        name=f"What if: {name}",
+        headline=f"<h1>{figure_text(document['sentence'])}</h1>{picture}",
+        numbers=key_numbers((label, value, "", more) for label, value, more in shown),
+        footer=(
+            f"<p>Traceloom {figure_text(document['traceloom'])} · times count from the beginning of the graph</p>"
+            "<p>The same for programs: <code>traceloom whatif … -o whatif.json</code>; the whole timeline after the "
+            "change: <code>-o after.perfetto.json.gz</code></p>"
+        ),
+        data=view.payload if view else "",
+        **list_sections(_sections(document, view)),
+    )
+
+
+def _sections(document: WhatIfDocument, view: BeforeAfter | None) -> Iterator[tuple[str, str, str, str]]:
+    changes = "".join(
+        f'<li><code>{figure_text(change["change"])}</code> <span class="quiet">Assumed: {figure_text(change["assumes"])}.</span></li>'
+        for change in document["changes"]
+    )
+    yield "changes", "Changes", "What was asked, and what each change assumes.", f"<ul>{changes}</ul>"
+    if view is None:
+        missing = '<p class="quiet absent">Timeline: nothing takes any time on any thread or stream.</p>'
+        yield "timeline", "Timeline", "", missing
+    else:
+        note = f'<p class="quiet">{inline_code(view.said)}</p>' if view.said else ""
+        yield "timeline", "Timeline", _ABOUT_TIMELINE, note + asset("timeline.html")
+    if len(document["ranks"]) > 1:
+        columns = (Col("rank", "Rank", "count"), *_TIMES, _SAVED)
+        yield (
+            "ranks",
+            "Ranks",
+            "How long each rank takes.",
+            table("ranks-table", columns, document["ranks"], {}, "Ranks"),
+        )
+    parts = [{**part, "of": part_name(part)} for part in document["path"]]
+    kinds = (Col("of", "Time", hint="kind of time on the path"), *_TIMES)
+    yield "path", "Critical path", _ABOUT_PATH, table("path-table", kinds, parts, {}, "Critical path")
+    yield "trust", "Trust", "How far the answer goes.", f"<p>{figure_text(trust(document))}</p>"

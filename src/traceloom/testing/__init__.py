@@ -1,6 +1,6 @@
 """Builders of small traces, for tests."""
 
-from traceloom.testing.builder import TraceBuilder
-from traceloom.testing.host_trace import HostTraceBuilder
+from traceloom.testing.host_trace_builder import HostTraceBuilder
+from traceloom.testing.trace_builder import TraceBuilder
 
 __all__ = ["HostTraceBuilder", "TraceBuilder"]

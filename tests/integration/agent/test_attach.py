@@ -20,14 +20,14 @@ import pytest
 
 from support.attaching import UnpreparedProgram, described, tracer_of
 from support.waiting import until
-from traceloom.agent.attach.support import unattachable
-from traceloom.agent.owners import Process
-from traceloom.agent.profilers import ProfilerError, Window
+from traceloom.agent.attach.injection import unattachable
+from traceloom.agent.kineto.server import process_state
+from traceloom.agent.ownership.model import Process
 from traceloom.agent.profilers.attached import AttachedMemoryProfiler, AttachedProfiler, AttachedTimelineProfiler
+from traceloom.agent.profilers.base import ProfilerError, Window
 from traceloom.agent.profilers.timeline import TimelineOrder
-from traceloom.agent.registry import process_state
-from traceloom.agent.requests.leases import Leases
-from traceloom.read.snapshot import read_snapshot
+from traceloom.agent.traces.requests import Leases
+from traceloom.formats.memory_snapshot import read_snapshot
 
 WHY = unattachable()[0]
 pytestmark = [pytest.mark.torch, pytest.mark.skipif(bool(WHY), reason=WHY)]
@@ -209,7 +209,7 @@ def test_what_cannot_be_attached_to_is_refused(program: UnpreparedProgram, place
         other.communicate(b"\n")
     assert Attached(place).run(old, TIME, when="").slug == "exited"
     code = (
-        "from traceloom.agent.attach.ptrace import StoppedThread\n"
+        "from traceloom.agent.attach.injection import StoppedThread\n"
         f"with StoppedThread({program.pid}, 60.0): print('stopped', flush=True); input()"
     )
     command = [sys.executable, "-c", code]
@@ -224,7 +224,7 @@ def test_what_cannot_be_attached_to_is_refused(program: UnpreparedProgram, place
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
 def test_another_users_process_is_not_attached_to(program: UnpreparedProgram, place: Path) -> None:
     code = (
-        "import os\nfrom traceloom.agent.attach.ptrace import StoppedThread\n"
+        "import os\nfrom traceloom.agent.attach.injection import StoppedThread\n"
         "os.setgroups([]); os.setgid(4001); os.setuid(4001)\n"
         f"try:\n    with StoppedThread({program.pid}, 5.0): print('stopped')\nexcept PermissionError: print('refused')"
     )

@@ -19,10 +19,10 @@ import pytest
 from support.attaching import UnpreparedProgram
 from support.running_agent import Running
 from support.waiting import until
-from traceloom.agent.attach.support import unattachable
+from traceloom.agent.attach.injection import unattachable
 from traceloom.cli import main
 from traceloom.errors import TraceloomError
-from traceloom.read import load
+from traceloom.formats import load
 
 WHY = unattachable()[0]
 pytestmark = [pytest.mark.torch, pytest.mark.skipif(bool(WHY), reason=WHY)]
@@ -145,7 +145,7 @@ def test_a_request_outlives_a_kill_of_the_agent(agent: Running, ranks: list[Unpr
 AS_BERT = """
 import os, sys
 from pathlib import Path
-from traceloom.agent.client import AgentClient
+from traceloom.server.client import AgentClient
 from traceloom.errors import TraceloomError
 os.setgroups([]); os.setgid(int(sys.argv[2])); os.setuid(int(sys.argv[2]))
 try:

@@ -11,11 +11,11 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from traceloom.agent.owners import Owner, Process
-from traceloom.agent.profilers import Window
-from traceloom.agent.profilers.stacks import StacksProfiler
-from traceloom.read import load
-from traceloom.report.beside import with_beside
+from traceloom.agent.ownership.model import Owner, Process
+from traceloom.agent.profilers.base import Window
+from traceloom.agent.profilers.py_spy import StacksProfiler
+from traceloom.formats import load
+from traceloom.report.views.timeline import add_overlay
 
 pytestmark = [pytest.mark.torch, pytest.mark.skipif(sys.platform != "linux", reason="the agent is for Linux")]
 # Phases of some tenths of a second each; a stack in `slow_part` must lie in the range of that name, and so on.
@@ -103,4 +103,4 @@ def test_a_sample_taken_in_a_range_lies_in_it(tmp_path: Path) -> None:
         )
     assert sum(right) >= 0.8 * len(right) > 0  # some come late where py-spy is not let run between look and note
     assert ranges_seen >= 0.5 * ranges_in_window > 0  # all 8, unless the machine is too busy for py-spy to get on
-    with_beside(session).traces[0].check()
+    add_overlay(session).traces[0].check()

@@ -159,7 +159,7 @@ def test_steps_that_a_job_reports(agent: Running) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRACELOOM_JOB", "mine")
         code = (
-            "import sys, time\nfrom pathlib import Path\nfrom traceloom.agent.client import AgentClient\n"
+            "import sys, time\nfrom pathlib import Path\nfrom traceloom.server.client import AgentClient\n"
             "client = AgentClient(Path(sys.argv[1]))\n"
             "while True:\n    client.post('steps', {'steps': [0.02, 0.03], 'loader_wait_seconds': 0.01, 'rank': 3}); time.sleep(0.2)\n"
         )
@@ -212,7 +212,7 @@ def test_a_job_is_judged_by_its_own_trace(
         trace.copy("Memcpy HtoD (Pinned -> Device)", at + 30, 90, bytes=1_000_000, correlation=step + 1)
     path = trace.write(tmp_path / "trace.json")
     code = (
-        "import sys, time\nfrom pathlib import Path\nfrom traceloom.agent.client import AgentClient\n"
+        "import sys, time\nfrom pathlib import Path\nfrom traceloom.server.client import AgentClient\n"
         "while True:\n    AgentClient(Path(sys.argv[1])).post('steps', {'steps': [0.1]}); time.sleep(0.2)\n"
     )
     environment = {**os.environ, "TRACELOOM_JOB": "judged"}

@@ -17,8 +17,8 @@ import pytest
 from support.running_agent import Running, running_agent
 from support.stalling_job import StallingJob, reporting_job, stepping, torchrun_job
 from support.waiting import until
-from traceloom.agent.client import AgentClient
 from traceloom.agent.profilers import py_spy
+from traceloom.server.client import AgentClient
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="the agent is for Linux"),

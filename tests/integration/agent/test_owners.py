@@ -15,9 +15,9 @@ from support import kubelet, slurm
 from support.host_tree import HostTree
 from support.running_agent import running_agent
 from support.waiting import until
-from traceloom.agent.accelerators import Device
-from traceloom.agent.client import AgentClient
-from traceloom.agent.owners.devices import HostDevices, devices_of
+from traceloom.agent.accelerators.backend import Device
+from traceloom.agent.ownership.devices import HostDevices, devices_of
+from traceloom.server.client import AgentClient
 
 RANK = """
 import multiprocessing, os, sys, time, torch

@@ -20,14 +20,12 @@ import pytest
 
 from support.probes import compiled, needs_compiler, needs_probes
 from support.waiting import until
-from traceloom.agent.bpf.call_probes import RECORD, CallProbes, ProbedCall, Value
-from traceloom.agent.bpf.call_stacks import CallStacks
-from traceloom.agent.bpf.elf import Elf
-from traceloom.agent.bpf.mappings import mappings
-from traceloom.agent.bpf.symbols import Symbols
-from traceloom.agent.owners import Owner, Process
-from traceloom.agent.profilers import Window
-from traceloom.agent.profilers.probed import AllocationsProfiler
+from traceloom.agent.ownership.model import Owner, Process
+from traceloom.agent.probes.call_stacks import CallStacks
+from traceloom.agent.probes.calls import RECORD, CallProbes, ProbedCall, Value
+from traceloom.agent.probes.elf import Elf, mappings
+from traceloom.agent.probes.symbols import Symbols
+from traceloom.agent.profilers.base import AllocationsProfiler, Window
 
 pytestmark = [needs_probes, needs_compiler]
 
@@ -259,7 +257,7 @@ def test_one_that_is_killed_leaves_nothing_behind(job: Told, library: Path, tmp_
         "pid": job.pid, "start_ticks": job.facts.start_ticks, "rank": 0, "path": str(tmp_path / "x.json.gz"),
         "start_ns": 0, "duration_s": 600.0, "steps": None,
     }  # fmt: skip
-    code = f"from traceloom.agent.bpf.recording import allocations; allocations({order!r})"
+    code = f"from traceloom.agent.probes.recording import allocations; allocations({order!r})"
     recorder = subprocess.Popen([sys.executable, "-c", code])
     until(lambda: probed(job.pid, library))
     job.do("allocate")

@@ -23,11 +23,9 @@ import pytest
 
 from support.probes import compiled, needs_compiler, needs_probes
 from support.waiting import until
-from traceloom.agent.bpf.elf import Elf
-from traceloom.agent.bpf.mappings import mappings
-from traceloom.agent.owners import Owner, Process
-from traceloom.agent.profilers import ProfilerError, Window
-from traceloom.agent.profilers.probed import AllocationsProfiler, LaunchesProfiler
+from traceloom.agent.ownership.model import Owner, Process
+from traceloom.agent.probes.elf import Elf, mappings
+from traceloom.agent.profilers.base import AllocationsProfiler, LaunchesProfiler, ProfilerError, Window
 from traceloom.cli import main
 
 RUNTIME = """

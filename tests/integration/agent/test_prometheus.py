@@ -18,12 +18,11 @@ from typing import Any
 import pytest
 
 from support.prometheus import Prometheus, free_port, prometheus, until
-from traceloom.agent.accelerators import DeviceEvent, DeviceProcess, Sample
-from traceloom.agent.accelerators.recorded import SampleWriter
-from traceloom.agent.accelerators.simulated import SimulatedAccelerator
-from traceloom.agent.client import AgentClient
+from traceloom.agent.accelerators.backend import DeviceEvent, DeviceProcess, Sample
+from traceloom.agent.accelerators.simulated import SampleWriter, SimulatedAccelerator
 from traceloom.agent.config import Accelerators, Config
 from traceloom.errors import TraceloomError
+from traceloom.server.client import AgentClient
 
 ROOT = Path(__file__).resolve().parents[3]
 DASHBOARD = json.loads((ROOT / "deploy" / "agent" / "grafana-dashboard.json").read_bytes())

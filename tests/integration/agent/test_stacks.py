@@ -20,13 +20,13 @@ import msgspec
 import pytest
 
 from support.gloo_job import hanging_job, line_of_hang
-from traceloom.agent.hang_bundle import HangReport, HangScene, write_bundle
-from traceloom.agent.hangs import Hang, HungProcess
-from traceloom.agent.owners import Owner, Process
-from traceloom.agent.profilers import ProfilerError, Window, py_spy
-from traceloom.agent.profilers.dump import DumpProfiler, StackDump, take
-from traceloom.agent.profilers.stacks import StacksProfiler
-from traceloom.agent.stacks import look
+from traceloom.agent.hangs.bundle import HangReport, HangScene, write_bundle
+from traceloom.agent.hangs.detector import Hang, HungProcess
+from traceloom.agent.hangs.stacks import feed
+from traceloom.agent.ownership.model import Owner, Process
+from traceloom.agent.profilers import py_spy
+from traceloom.agent.profilers.base import ProfilerError, Window
+from traceloom.agent.profilers.py_spy import DumpProfiler, StackDump, StacksProfiler, accept_entries
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the agent is for Linux")
 SLEEPING = """
@@ -80,7 +80,7 @@ def test_all_threads_of_a_process(sleeping: subprocess.Popen[str], tmp_path: Pat
 
 
 def test_native_calls_too(sleeping: subprocess.Popen[str]) -> None:
-    dump = asyncio.run(take(process_of(sleeping.pid), native=True))
+    dump = asyncio.run(accept_entries(process_of(sleeping.pid), native=True))
     (main,) = [thread for thread in dump.threads if thread.id == sleeping.pid]
     native = [frame for frame in main.frames if not frame.line]
     assert any("nanosleep" in frame.function for frame in native), main.frames
@@ -90,7 +90,7 @@ def test_native_calls_too(sleeping: subprocess.Popen[str]) -> None:
 def test_a_pid_that_another_process_has_now_is_not_looked_at(sleeping: subprocess.Popen[str]) -> None:
     other = msgspec.structs.replace(process_of(sleeping.pid), start_ticks=1)
     with pytest.raises(ProfilerError, match="has ended") as raised:
-        asyncio.run(take(other))
+        asyncio.run(accept_entries(other))
     assert raised.value.slug == "exited"
 
 
@@ -98,7 +98,7 @@ def test_what_cannot_be_looked_at_has_a_reason(sleeping: subprocess.Popen[str]) 
     no_python = subprocess.Popen(["sleep", "3600"])
     try:
         other = process_of(no_python.pid)
-        looked = asyncio.run(look([other, process_of(sleeping.pid)]))
+        looked = asyncio.run(feed([other, process_of(sleeping.pid)]))
     finally:
         no_python.kill()
         no_python.wait()
@@ -112,7 +112,7 @@ def test_without_py_spy_it_is_said_what_helps(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     with pytest.raises(ProfilerError) as raised:
-        asyncio.run(take(process_of(sleeping.pid)))
+        asyncio.run(accept_entries(process_of(sleeping.pid)))
     assert raised.value.slug == "no-py-spy"
     assert "pip install" in raised.value.hint
 
@@ -131,7 +131,7 @@ def test_another_users_process_is_not_looked_at_without_the_right(
             path.chmod(0o755)
         monkeypatch.setenv("PATH", f"{directory}:{os.environ['PATH']}")
         with pytest.raises(ProfilerError) as raised:
-            asyncio.run(take(process_of(sleeping.pid)))
+            asyncio.run(accept_entries(process_of(sleeping.pid)))
     assert raised.value.slug == "not-permitted"
     assert "ptrace_scope" in raised.value.hint
 
@@ -154,7 +154,7 @@ def test_a_bundle_has_pythons_calls_where_native_ones_cannot_be_had(
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
     with pytest.raises(ProfilerError, match="it is traced already"):
-        asyncio.run(take(process_of(sleeping.pid), native=True))
+        asyncio.run(accept_entries(process_of(sleeping.pid), native=True))
     (tmp_path / "bundle").mkdir()
     bundle = bundle_of([process_of(sleeping.pid, 0)], tmp_path / "bundle")
     assert bundle.sentence.endswith(": rank 0 is in `<module>` (<string>:7)")

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from support.probes import needs_probes
-from traceloom.agent.bpf import step_probes
 from traceloom.agent.config import Config, Probes
 from traceloom.agent.metrics import METRICS
-from traceloom.agent.owners import Owner, Process
-from traceloom.agent.step_clock import ProbedStepClock
+from traceloom.agent.ownership.model import Owner, Process
+from traceloom.agent.probes import steps as step_probes
+from traceloom.agent.steps import ProbedStepClock
 
 pytestmark = [pytest.mark.torch, needs_probes]
 

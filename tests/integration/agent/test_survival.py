@@ -22,8 +22,8 @@ import pytest
 from support.faketime import as_file_says, needs_faketime
 from support.running_agent import Running
 from support.waiting import until
-from traceloom.agent.client import AgentClient
 from traceloom.errors import TraceloomError
+from traceloom.server.client import AgentClient
 
 NOBODY = 65534
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts disks and becomes another user")
@@ -185,7 +185,7 @@ def test_it_is_stopped_for_a_while(tmp_path: Path) -> None:
 AS_NOBODY = """
 import json, os, sys
 from pathlib import Path
-from traceloom.agent.client import AgentClient
+from traceloom.server.client import AgentClient
 from traceloom.errors import TraceloomError
 os.setgroups([])
 os.setgid(65534)

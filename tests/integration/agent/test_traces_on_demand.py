@@ -20,10 +20,10 @@ from typing import Any
 import pytest
 
 from support.small_example import ENDLESS, PACED
-from traceloom.agent.client import AgentClient
 from traceloom.cli import main
 from traceloom.errors import TraceloomError
-from traceloom.read import load
+from traceloom.formats import load
+from traceloom.server.client import AgentClient
 
 pytestmark = [
     pytest.mark.torch,
@@ -231,7 +231,7 @@ def test_a_request_outlives_a_kill_of_the_agent(host: Host) -> None:
 AS_BERT = """
 import os, sys
 from pathlib import Path
-from traceloom.agent.client import AgentClient
+from traceloom.server.client import AgentClient
 from traceloom.errors import TraceloomError
 os.setgroups([]); os.setgid(int(sys.argv[2])); os.setuid(int(sys.argv[2]))
 client = AgentClient(Path(sys.argv[1]), 60)
@@ -266,7 +266,7 @@ def test_nobody_traces_another_users_process(host: Host) -> None:
 AS_ANNA = """
 import json, os, sys, time
 from pathlib import Path
-from traceloom.agent.client import AgentClient
+from traceloom.server.client import AgentClient
 os.setgroups([]); os.setgid(int(sys.argv[2])); os.setuid(int(sys.argv[2]))
 client = AgentClient(Path(sys.argv[1]), 60)
 if len(sys.argv) == 3:

@@ -17,9 +17,9 @@ import pytest
 from support.memory_group import STARVED, limited_group
 from support.running_agent import Running
 from support.waiting import until
-from traceloom.agent.client import AgentClient
 from traceloom.cli import main
-from traceloom.read import load
+from traceloom.formats import load
+from traceloom.server.client import AgentClient
 
 pytestmark = [
     pytest.mark.torch,
@@ -31,7 +31,7 @@ RANK = """
 import sys, time
 from pathlib import Path
 import torch
-from traceloom.agent.client import AgentClient
+from traceloom.server.client import AgentClient
 from traceloom.errors import TraceloomError
 client, slow = AgentClient(Path(sys.argv[1]), 60), Path(sys.argv[2])
 model = torch.nn.Linear(64, 64)

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from traceloom.read.snapshot import read_snapshot
-from traceloom.report.memory import document_of, find
+from traceloom.formats.memory_snapshot import read_snapshot
+from traceloom.report.memory import document_of
+from traceloom.report.memory_sources import find
 
 pytestmark = pytest.mark.torch
 

@@ -202,7 +202,7 @@ def test_a_main_thread_that_waits_for_its_workers_is_no_obstacle_to_a_window_by_
 
 PLAYED_DEVICE = """
 import torch
-from traceloom.capture import inject, moments
+from traceloom.capture import attach as inject, main_thread as moments
 from traceloom.capture.settings import Settings
 used, known = [], len(torch.cuda._queued_calls)
 torch.cuda.is_initialized = moments.device_is_ready = lambda *_: bool(used)

@@ -9,8 +9,8 @@ import pytest
 
 import traceloom
 from traceloom.analyze.ancestry import forest
-from traceloom.analyze.recompute import recomputed
-from traceloom.capture.checkpoints import NAME
+from traceloom.analyze.autograd import recomputed
+from traceloom.capture.modules import NAME
 
 pytestmark = pytest.mark.torch
 

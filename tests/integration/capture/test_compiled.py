@@ -11,8 +11,8 @@ from typing import Any
 import polars as pl
 import pytest
 
-from traceloom.replay import make_plan
-from traceloom.replay.kernels import KernelLoader
+from traceloom.workload.replay.kernels import KernelLoader
+from traceloom.workload.replay.planning import make_plan
 
 torch = pytest.importorskip("torch")
 

@@ -12,7 +12,7 @@ import pytest
 
 import traceloom
 from traceloom.findings import RULES, Context, Ranked, findings, rank
-from traceloom.model.finding import Finding
+from traceloom.trace.notice import Finding
 
 pytestmark = pytest.mark.torch
 

@@ -8,8 +8,8 @@ from typing import Any
 import polars as pl
 import pytest
 
-from traceloom.link.linking import load_ranks
-from traceloom.link.matching import BY_RECORD_ID, BY_RECORD_ID_RENAMED, GROUPS, NO_ID, OUTSIDE, ROOT
+from traceloom.graph.host_match import BY_RECORD_ID, BY_RECORD_ID_RENAMED, GROUPS, NO_ID, OUTSIDE, ROOT
+from traceloom.graph.linking import load_ranks
 
 pytestmark = pytest.mark.torch
 

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 import traceloom
-from traceloom.analyze.allocations import allocations
 from traceloom.analyze.memory import memory as summary
+from traceloom.analyze.memory_answers import allocations
 from traceloom.cli import main
-from traceloom.report.memory import MemoryOptions, build
+from traceloom.report.memory import build
+from traceloom.report.memory_sources import MemoryOptions
 
 pytestmark = pytest.mark.torch
 

@@ -15,8 +15,8 @@ import pytest
 
 from traceloom.capture import manifest, writing
 from traceloom.capture.launch import Launch
-from traceloom.capture.lock import Lock
 from traceloom.capture.settings import Settings
+from traceloom.capture.writing import Lock
 from traceloom.errors import OutputError
 
 pytestmark = pytest.mark.torch
@@ -218,7 +218,7 @@ def test_a_lock_that_was_removed_while_it_was_opened_is_none(tmp_path: Path, mon
     lock.take()
     assert len(calls) == 2
     assert path.exists()
-    code = f"from traceloom.capture.lock import Lock; from pathlib import Path; Lock(Path({str(path)!r})).take()"
+    code = f"from traceloom.capture.writing import Lock; from pathlib import Path; Lock(Path({str(path)!r})).take()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert f"process {os.getpid()}" in done.stderr
     lock.release()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import traceloom
-from traceloom import link as linking
+from traceloom import graph as linking
 from traceloom.errors import UsageError
 
 pytestmark = pytest.mark.torch

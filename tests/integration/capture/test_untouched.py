@@ -239,7 +239,7 @@ def test_a_program_that_hangs_in_c_still_dies_of_sigterm(recorder: Any) -> None:
     run = recorder.python(
         """
         import ctypes, os, threading, time
-        import traceloom.capture.endings as endings
+        import traceloom.capture.main_thread as endings
         endings.PATIENCE_SECONDS = 0.5
         for _ in range(12): step()
         def kill(): time.sleep(0.3); os.kill(os.getpid(), 15)

@@ -24,8 +24,8 @@ from support.namespaces import Namespaces, NamespacesError
 from support.small_example import ENDLESS, EXAMPLE
 from support.two_hosts import check_trace_of_both
 from support.waiting import until
-from traceloom.agent.client import AgentClient
 from traceloom.errors import TraceloomError
+from traceloom.server.client import AgentClient
 
 pytestmark = [
     pytest.mark.torch,

@@ -21,7 +21,7 @@ for package in ("torch", "sqlalchemy", "obstore", "deltalake", "prometheus_clien
 from support.running_agent import Running  # noqa: E402
 from support.running_service import RunningService  # noqa: E402
 from support.waiting import until  # noqa: E402
-from traceloom.read import load  # noqa: E402
+from traceloom.formats import load  # noqa: E402
 
 JOB = f"one-step-{os.getpid()}"
 # The ranks begin apart and go on apart: nothing but the number of the step joins them.
@@ -29,7 +29,7 @@ RANK = """
 import os, sys, time
 from pathlib import Path
 import torch
-from traceloom.agent.client import AgentClient
+from traceloom.server.client import AgentClient
 torch.set_num_threads(1)
 weight = torch.nn.Parameter(torch.ones(8))
 optimizer = torch.optim.SGD([weight], lr=0.1)

@@ -21,10 +21,10 @@ from support.faketime import ahead_by, needs_faketime
 from support.small_example import ENDLESS, EXAMPLE
 from support.two_hosts import check_trace_of_both
 from support.waiting import until
-from traceloom.agent.client import AgentClient
-from traceloom.agent.uplink.client import ServiceClient, ServiceError
-from traceloom.agent.uplink.messages import Enrolled, Enrolment, WorkAnswer
+from traceloom.agent.fleet_link.client import ServiceClient, ServiceError
+from traceloom.agent.fleet_link.protocol import Enrolled, Enrolment, WorkAnswer
 from traceloom.errors import TraceloomError
+from traceloom.server.client import AgentClient
 
 pytestmark = [
     pytest.mark.torch,

@@ -19,8 +19,8 @@ for package in ("sqlalchemy", "obstore", "deltalake", "prometheus_client"):
 from support.running_service import RunningService  # noqa: E402
 from support.waiting import until  # noqa: E402
 from support.webhooks import is_genuine, receiver  # noqa: E402
-from traceloom.agent.uplink.client import ServiceClient, ServiceError  # noqa: E402
-from traceloom.agent.uplink.messages import (  # noqa: E402
+from traceloom.agent.fleet_link.client import ServiceClient, ServiceError  # noqa: E402
+from traceloom.agent.fleet_link.protocol import (  # noqa: E402
     Enrolled,
     Enrolment,
     Heartbeat,
@@ -30,7 +30,7 @@ from traceloom.agent.uplink.messages import (  # noqa: E402
     ReportAnswer,
     UsageRow,
 )
-from traceloom.store.tables import Tables  # noqa: E402
+from traceloom.fleet.store.tables import Tables  # noqa: E402
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "autoprofile.md"
 # The loop of the page, until its trace is asked for.

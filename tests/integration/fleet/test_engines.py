@@ -20,12 +20,15 @@ for package in ("sqlalchemy", "obstore", "deltalake"):
 from support.dask_cluster import certificates, dask_cluster, running_cluster  # noqa: E402
 from support.fleet import KINDS, Kind, Stores, add_capture, opened, places, trace_bytes  # noqa: E402
 from support.waiting import until  # noqa: E402
-from traceloom.collect.cluster import ClusterSettings, DaskEngine  # noqa: E402
-from traceloom.collect.engine import Engine, EngineTask, TaskError, TaskFile  # noqa: E402
-from traceloom.collect.executors import ProcessEngine  # noqa: E402
-from traceloom.collect.pipeline import CapturePipeline  # noqa: E402
 from traceloom.errors import InputError  # noqa: E402
-from traceloom.store.state import TaskRecord  # noqa: E402
+from traceloom.fleet.service.executors import (  # noqa: E402
+    ClusterSettings,
+    DaskEngine,
+    ProcessEngine,  # noqa: E402
+)
+from traceloom.fleet.service.pipeline import CapturePipeline  # noqa: E402
+from traceloom.fleet.service.tasks import Engine, EngineTask, TaskError, TaskFile  # noqa: E402
+from traceloom.fleet.store.captures import TaskRecord  # noqa: E402
 
 MEMORY, HOSTILE = 2 << 30, "support.hostile_worker"
 PATIENCE_S = 600  # each task starts a process, on a machine that may be busy
@@ -42,7 +45,7 @@ class Setting(NamedTuple):
 @pytest.fixture(params=KINDS)
 def setting(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Setting]:
     kind: Kind = request.param
-    monkeypatch.setattr("traceloom.store.state._WAIT_NS", 10**7)
+    monkeypatch.setattr("traceloom.fleet.store.captures._WAIT_NS", 10**7)
     engine: Engine
     if kind == "alone":
         engine, worker = ProcessEngine(2, memory_bytes=MEMORY, main=HOSTILE), 0

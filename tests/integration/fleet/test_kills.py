@@ -15,7 +15,7 @@ for package in ("sqlalchemy", "obstore", "deltalake"):
 
 from support.fleet import KINDS, Kind, add_capture, opened, places  # noqa: E402
 from support.killed_pipeline import Here  # noqa: E402
-from traceloom.collect.pipeline import CapturePipeline  # noqa: E402
+from traceloom.fleet.service.pipeline import CapturePipeline  # noqa: E402
 
 POINTS = (
     "state.claim",

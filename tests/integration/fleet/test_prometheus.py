@@ -18,8 +18,8 @@ for package in ("sqlalchemy", "obstore", "deltalake", "prometheus_client"):
 from support.prometheus import Prometheus, prometheus, until  # noqa: E402
 from support.running_service import RunningService  # noqa: E402
 from support.simulated_hosts import SimulatedHost, ranked_process  # noqa: E402
-from traceloom.agent.uplink.messages import UsageRow  # noqa: E402
-from traceloom.collect.metrics import FLEET_METRICS  # noqa: E402
+from traceloom.agent.fleet_link.protocol import UsageRow  # noqa: E402
+from traceloom.fleet.service.service import FLEET_METRICS  # noqa: E402
 
 DEPLOY = Path(__file__).resolve().parents[3] / "deploy" / "fleet"
 DASHBOARD = json.loads((DEPLOY / "grafana-dashboard.json").read_bytes())

@@ -20,7 +20,7 @@ from support.fleet import places  # noqa: E402
 from support.running_service import RunningService  # noqa: E402
 from support.simulated_hosts import SimulatedHost, ranked_process  # noqa: E402
 from support.waiting import until  # noqa: E402
-from traceloom.store.tables import Tables  # noqa: E402
+from traceloom.fleet.store.tables import Tables  # noqa: E402
 
 SCRIPT = str(Path(__file__).parents[2] / "support" / "interrupted_service.py")
 WANTED = {"wanted": {"job": "job", "steps": 2}}
@@ -160,7 +160,10 @@ def test_an_agent_that_is_killed_at_a_state_goes_on_when_it_is_back(tmp_path: Pa
 def test_who_analyses_and_who_writes_the_tables_are_replaced_when_they_are_killed(tmp_path: Path) -> None:
     store = tmp_path / "store"
     service = RunningService(tmp_path, "--store", str(store), "--workers", "1")
-    left = ["traceloom.collect.worker", "traceloom.collect.table_writer"]  # the second has to write what the first made
+    left = [
+        "traceloom.fleet.service.worker",
+        "traceloom.fleet.service.committer",
+    ]  # the second has to write what the first made
     try:
         with hosts_of([service], tmp_path) as hosts:
             name = service.ask("POST", "/api/v1/requests", body=WANTED)[1]["id"]

@@ -21,12 +21,12 @@ from support.killed_pipeline import Here  # noqa: E402
 from support.running_service import RunningService  # noqa: E402
 from support.simulated_hosts import SimulatedHost, ranked_process  # noqa: E402
 from support.waiting import until  # noqa: E402
-from traceloom.agent.uplink.client import ServiceError  # noqa: E402
-from traceloom.collect.client import upload  # noqa: E402
-from traceloom.collect.pipeline import CapturePipeline  # noqa: E402
+from traceloom.agent.fleet_link.client import ServiceError  # noqa: E402
+from traceloom.cli.upload import upload  # noqa: E402
 from traceloom.errors import TraceloomError  # noqa: E402
-from traceloom.store.schemas import SCHEMAS  # noqa: E402
-from traceloom.store.tables import Tables  # noqa: E402
+from traceloom.fleet.service.pipeline import CapturePipeline  # noqa: E402
+from traceloom.fleet.store.schema import SCHEMAS  # noqa: E402
+from traceloom.fleet.store.tables import Tables  # noqa: E402
 from traceloom.testing import TraceBuilder  # noqa: E402
 
 DAY = date(2026, 11, 2)
@@ -36,7 +36,7 @@ DAY = date(2026, 11, 2)
 def test_an_object_store_behind_a_bad_network_has_everything_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("traceloom.collect.pipeline._TROUBLE_S", 0.05)
+    monkeypatch.setattr("traceloom.fleet.service.pipeline._TROUBLE_S", 0.05)
     where = places("shared", tmp_path, monkeypatch)
     names = ["c1", "c2", "c3"]
     server = urlsplit(os.environ["AWS_ENDPOINT_URL"]).port

@@ -12,8 +12,8 @@ import pytest
 
 import traceloom
 from traceloom.cli import main
-from traceloom.replay import make_plan
-from traceloom.replay.simulated import simulate_steps
+from traceloom.workload.replay.comparison import simulate_steps
+from traceloom.workload.replay.planning import make_plan
 
 pytest.importorskip("torch")
 

@@ -13,10 +13,13 @@ torch = pytest.importorskip("torch")
 from torch.nn import functional  # noqa: E402
 from torch.profiler import ExecutionTraceObserver  # noqa: E402
 
-from traceloom.replay import RunOptions, make_plan  # noqa: E402
-from traceloom.replay.running import Execution  # noqa: E402
-from traceloom.replay.scaling import scaled  # noqa: E402
-from traceloom.replay.script import write_script  # noqa: E402
+from traceloom.workload.replay.planning import make_plan  # noqa: E402
+from traceloom.workload.replay.resize import scaled  # noqa: E402
+from traceloom.workload.replay.running import (  # noqa: E402
+    Execution,  # noqa: E402
+    RunOptions,  # noqa: E402
+)
+from traceloom.workload.replay.script import write_script  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -13,8 +13,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from traceloom.link import link_session  # noqa: E402
-from traceloom.read import load  # noqa: E402
+from traceloom.formats import load  # noqa: E402
+from traceloom.graph import link_session  # noqa: E402
 
 pytestmark = [
     pytest.mark.torch,

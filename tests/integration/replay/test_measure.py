@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from traceloom.analyze.peaks import Peak
+from traceloom.analyze.placed_calls import Peak
 from traceloom.cli import main
 from traceloom.errors import InputError, PartialError
-from traceloom.replay.measure import measuring
-from traceloom.replay.measure.task import COLLECTIVES, Task
-from traceloom.simulate.machine import read_machine
-from traceloom.workers import Worker
+from traceloom.system.processes import WorkerProcess
+from traceloom.workload.replay import measure
+from traceloom.workload.replay.measure_rank import COLLECTIVES, Task
+from traceloom.workload.simulate.machine_file import read_machine
 
 pytest.importorskip("torch")
 
@@ -46,10 +46,10 @@ def test_two_processes_measure_and_simulate_takes_the_machine(
 
 
 def test_kernels_are_not_measured_where_the_peaks_are_published(monkeypatch: pytest.MonkeyPatch) -> None:
-    from traceloom.replay.measure import rank
+    from traceloom.workload.replay import measure_rank
 
-    monkeypatch.setattr(rank, "find", lambda name: Peak(name, {"fp32": 1e12}, 1e11))
-    recorded = rank.measure_here(Task(1, 1, "cpu", "gloo", 1024, 4, 0.5, 1.0, "env://"), 0, lambda _: None)
+    monkeypatch.setattr(measure_rank, "find", lambda name: Peak(name, {"fp32": 1e12}, 1e11))
+    recorded = measure_rank.measure_here(Task(1, 1, "cpu", "gloo", 1024, 4, 0.5, 1.0, "env://"), 0, lambda _: None)
     assert (recorded.transfers, recorded.kernels) == ([], [])
 
 
@@ -77,25 +77,25 @@ def test_hosts_of_a_launcher_are_measured_inside_and_between(tmp_path: Path) -> 
 
 
 def test_a_rank_that_dies_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[Worker] = []
+    started: list[WorkerProcess] = []
 
-    class Mortal(Worker):
+    class Mortal(WorkerProcess):
         def send(self, job: dict[str, object]) -> None:
             super().send(job)
             started.append(self)
             if job.get("process") == 1:
                 self.kill()
 
-    monkeypatch.setattr("traceloom.replay.processes.Worker", Mortal)
+    monkeypatch.setattr("traceloom.workload.replay.ranks.Worker", Mortal)
     with pytest.raises(PartialError, match="rank 1 ended with SIGKILL"):
-        measuring.measure(ranks=2, device="cpu", max_bytes=1024)
+        measure.measure(ranks=2, device="cpu", max_bytes=1024)
     assert all(process.ended() != 0 for process in started)
 
 
 def test_ranks_that_do_not_find_each_other_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", "no port")
-    from traceloom.replay.measure.rank import measure_here
+    from traceloom.workload.replay.measure_rank import measure_here
 
     with pytest.raises(InputError, match="does not find") as refused:
         measure_here(Task(2, 2, "cpu", "gloo", 1024, 4, 0.5, 1.0, "env://"), 0, lambda _: None)

@@ -17,10 +17,10 @@ from support.plans import PlanBuilder, groups
 pytest.importorskip("torch")
 
 from traceloom.errors import InputError, PartialError, UsageError
-from traceloom.replay.plan import ReplayPlan
-from traceloom.replay.planning import make_plan
-from traceloom.replay.ranks import replay
-from traceloom.replay.running import RunOptions
+from traceloom.workload.replay.plan import ReplayPlan
+from traceloom.workload.replay.planning import make_plan
+from traceloom.workload.replay.ranks import replay
+from traceloom.workload.replay.running import RunOptions
 
 pytestmark = pytest.mark.torch
 ONCE = RunOptions(iterations=1)

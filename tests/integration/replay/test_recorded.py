@@ -14,8 +14,12 @@ from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 from torch.profiler import ExecutionTraceObserver  # noqa: E402
 
-from traceloom.replay import Choice, RunOptions, dry_run, make_plan  # noqa: E402
-from traceloom.replay.running import Execution  # noqa: E402
+from traceloom.workload.replay.dry_run import dry_run  # noqa: E402
+from traceloom.workload.replay.planning import Choice, make_plan  # noqa: E402
+from traceloom.workload.replay.running import (  # noqa: E402
+    Execution,  # noqa: E402
+    RunOptions,  # noqa: E402
+)
 
 pytestmark = pytest.mark.torch
 Steps = Callable[[], object]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from support.plans import PlanBuilder, groups
-from traceloom.replay.plan import ReplayPlan
-from traceloom.replay.script import write_script
+from traceloom.workload.replay.plan import ReplayPlan
+from traceloom.workload.replay.script import write_script
 
 
 @pytest.mark.torch

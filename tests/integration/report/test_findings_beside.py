@@ -10,9 +10,9 @@ import pytest
 
 import traceloom
 from support.jobs import ParallelRecipe, SlowRank, parallel_job
-from traceloom.model import Session
 from traceloom.report import ReportOptions, build, findings
-from traceloom.report.absent import Absent
+from traceloom.report.document import UnknownValues
+from traceloom.trace.session import Session
 
 OPTIONS = ReportOptions(only=("core", "findings"))
 
@@ -40,8 +40,8 @@ def test_the_document_is_the_same(job: Session, options: ReportOptions, tmp_path
 
 
 def test_what_the_process_cannot_do_is_done_here(job: Session, tmp_path: Path) -> None:
-    expected, absent = Absent(0), Absent(0)
-    with findings.begun_findings(job, OPTIONS, 0, beside=True) as findings_of:
+    expected, absent = UnknownValues(0), UnknownValues(0)
+    with findings.start_findings(job, OPTIONS, 0, beside=True) as findings_of:
         [folder] = tmp_path.iterdir()
         shutil.rmtree(folder)  # before it has read anything
         result = findings_of(absent)
@@ -56,8 +56,8 @@ def test_no_process_is_started_where_it_would_not_pay(job: Session, monkeypatch:
     monkeypatch.setattr(findings, "Worker", refused)
     alone = job.of_rank(0)
     for session, options in ((alone, OPTIONS), (job, ReportOptions(only=("core",)))):
-        with findings.begun_findings(session, options, 0, beside=True) as findings_of:
-            assert findings_of(Absent(0)) == findings.ranked_findings(session, options, Absent(0))
+        with findings.start_findings(session, options, 0, beside=True) as findings_of:
+            assert findings_of(UnknownValues(0)) == findings.ranked_findings(session, options, UnknownValues(0))
     monkeypatch.setattr(findings, "WORTH_EVENTS", 10**9)
-    with findings.begun_findings(job, OPTIONS, 0, beside=True) as findings_of:
-        assert findings_of(Absent(0))[0]
+    with findings.start_findings(job, OPTIONS, 0, beside=True) as findings_of:
+        assert findings_of(UnknownValues(0))[0]

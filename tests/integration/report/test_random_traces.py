@@ -12,12 +12,12 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from support.strategies import builders
-from traceloom.model import Session
 from traceloom.report import ReportOptions, build, selected
 from traceloom.report.exports.perfetto import write
-from traceloom.report.views.jsonfile import encode
+from traceloom.report.views.files import encode
 from traceloom.report.views.markdown import render as markdown
 from traceloom.report.views.terminal import render as terminal
+from traceloom.trace.session import Session
 
 Check = Callable[..., Any]
 # Builders do not shrink to anything simpler to read, and shrinking them takes minutes.

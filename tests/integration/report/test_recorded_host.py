@@ -13,7 +13,7 @@ import polars as pl
 import pytest
 
 from traceloom import analyze, load
-from traceloom.model import Trace
+from traceloom.trace.trace import Trace
 
 pytestmark = pytest.mark.torch
 

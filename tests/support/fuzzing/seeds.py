@@ -10,9 +10,9 @@ from support.jobs import Recipe, training_job
 from support.small_graph import small_graph
 from support.snapshots import SnapshotBuilder
 from support.workload import collective, node, receive, send, write_set
-from traceloom.model import graph_store
-from traceloom.testing.builder import TraceBuilder
-from traceloom.testing.host_trace import HostTraceBuilder
+from traceloom.graph import graph
+from traceloom.testing.host_trace_builder import HostTraceBuilder
+from traceloom.testing.trace_builder import TraceBuilder
 
 _FRAMES = ((("train.py", 7, "step"),), (("model.py", 3, "forward"), ("train.py", 7, "step")))
 
@@ -72,7 +72,7 @@ def _capture(home: Path) -> Path:
 
 
 def _graph(home: Path) -> Path:
-    graph_store.save(small_graph(), home / "job.graph")
+    graph.save(small_graph(), home / "job.graph")
     return home / "job.graph"
 
 

@@ -204,8 +204,8 @@ LOST_CODE = -100
 
 def _lost(source: Path) -> tuple[int, str]:
     """Whether the reader keeps what a slow, simple one finds whole: names and numbers of entries."""
-    from traceloom.read import read_kineto
-    from traceloom.read.host_trace import read_host_trace
+    from traceloom.formats import read_kineto
+    from traceloom.formats.host_trace import read_host_trace
 
     host = source.is_dir()
     path = source / "rank0.host.json" if host else source

@@ -44,8 +44,8 @@ from support.jobs.simulation import Change, Simulation, Span
 from support.jobs.traces import shown_ns, trace_of
 from support.jobs.training import Recipe, programs
 from support.jobs.truth import Truth
-from traceloom.testing.builder import TraceBuilder
-from traceloom.testing.host_trace import HostTraceBuilder
+from traceloom.testing.host_trace_builder import HostTraceBuilder
+from traceloom.testing.trace_builder import TraceBuilder
 
 __all__ = [
     "Change",

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from support.jobs.simulation import Change
 from support.jobs.training import DELAY, DELAY_NAME, SYNC
-from traceloom.model.graph import Graph
+from traceloom.graph.graph import Graph
 
 Ints = NDArray[np.int64]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from support.jobs import program as do
 from support.jobs.simulation import Span
 from support.jobs.traces import communication, record_ids, shown_ns
-from traceloom.testing.host_trace import HostTraceBuilder
+from traceloom.testing.host_trace_builder import HostTraceBuilder
 
 if TYPE_CHECKING:
     from support.jobs import Run

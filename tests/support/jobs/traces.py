@@ -10,7 +10,7 @@ from typing import Any
 from support.jobs import program as do
 from support.jobs.layout import Group
 from support.jobs.simulation import CALLS, Span
-from traceloom.testing.builder import TraceBuilder
+from traceloom.testing.trace_builder import TraceBuilder
 
 BEGAN_US = 1_000_000  # so that a clock that is late shows no negative times
 BASE_NS = 1_700_000_000 * 10**9

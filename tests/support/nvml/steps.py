@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
-from traceloom.agent.accelerators.collecting import AcceleratorCollector
+from traceloom.agent.accelerators.backend import Watched
+from traceloom.agent.accelerators.collector import AcceleratorCollector
 from traceloom.agent.accelerators.nvml import NvmlAccelerator
-from traceloom.agent.accelerators.watched import Watched
 from traceloom.agent.config import Config
 from traceloom.agent.flops import MatrixTypes
 

@@ -8,15 +8,13 @@ import msgspec
 import pytest
 
 from support.devices import values
-from traceloom.agent.accelerators import DeviceProcess
-from traceloom.agent.accelerators.collecting import AcceleratorCollector
+from traceloom.agent.accelerators.backend import DeviceProcess, Watched
+from traceloom.agent.accelerators.collector import AcceleratorCollector
 from traceloom.agent.accelerators.simulated import Load, SimulatedAccelerator
-from traceloom.agent.accelerators.watched import Watched
-from traceloom.agent.board import Board
 from traceloom.agent.config import Accelerators, Config
-from traceloom.agent.job_facts import of_capture
-from traceloom.agent.owners.sharing import shares
-from traceloom.agent.topline import JobNow, Topline, TracedFacts, element_types
+from traceloom.agent.ownership.model import shares
+from traceloom.agent.snapshot import Board
+from traceloom.agent.topline import JobNow, Topline, TracedFacts, element_types, of_capture
 from traceloom.testing import TraceBuilder
 
 SIZE, STEPS_PER_SECOND, CLOCK = 8192, 100.0, 1.5e9

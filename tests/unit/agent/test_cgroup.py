@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from traceloom.agent.collect.processes import ProcessFacts
+from traceloom.agent.collectors.processes import ProcessFacts
 from traceloom.agent.config import Config
-from traceloom.agent.owners.cgroup import of_paths
-from traceloom.agent.owners.finding import OwnerFinder
+from traceloom.agent.ownership.environment import of_paths
+from traceloom.agent.ownership.resolver import OwnerFinder
 
 ID = "3f" * 32
 POD = "0a1b2c3d-1111-2222-3333-0123456789ab"

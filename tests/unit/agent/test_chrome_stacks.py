@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from traceloom.agent.profilers import chrome_stacks
-from traceloom.agent.profilers.chrome_stacks import convert
+from traceloom.agent.profilers import py_spy
+from traceloom.agent.profilers.py_spy import convert
 from traceloom.errors import InputError
 
 RATE, PERIOD_US = 100, 10_000
@@ -171,7 +171,7 @@ def test_what_is_not_understood_is_said(tmp_path: Path, text: str) -> None:
 
 
 def test_a_file_that_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chrome_stacks, "_MOST_BYTES", 1000)
+    monkeypatch.setattr(py_spy, "_MOST_BYTES", 1000)
     with pytest.raises(InputError, match="larger than anybody reads"):
         converted(tmp_path, events(looks(0)))
 

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from traceloom.agent.client import AgentClient, answer_of
 from traceloom.cli import trace
-from traceloom.collect.client import FleetClient
+from traceloom.cli.upload import FleetClient
 from traceloom.errors import CaptureError, InputError, OutputError, PartialError, UsageError
+from traceloom.server.client import AgentClient, answer_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the agent is Linux's")
 

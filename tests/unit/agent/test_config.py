@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from traceloom.agent.config import Config, MetricRule, Paths, XidRule, host_and_port, load, locations
+from traceloom.agent.config import Config, MetricRule, Paths, XidRule, load, locations
 from traceloom.errors import InputError
+from traceloom.server.settings import host_and_port
 
 
 def _load(directory: Path, text: str) -> Config:

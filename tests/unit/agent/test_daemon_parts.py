@@ -15,12 +15,13 @@ import pytest
 
 from support.agent_server import ANNA, BERT, locations_in, process
 from support.prometheus import free_port
-from traceloom.agent.accelerators import Device
+from traceloom.agent.accelerators.backend import Device
+from traceloom.agent.api import HistoryQuestion
 from traceloom.agent.config import Accelerators, Collect, Config, Otlp, Owners
 from traceloom.agent.daemon import Agent
-from traceloom.agent.http.answers import HistoryQuestion
-from traceloom.agent.http.peers import Peer, View
 from traceloom.agent.metrics import METRICS, Histogram, Reading, Series
+from traceloom.agent.snapshot import View
+from traceloom.server.access import Peer
 
 
 @contextmanager

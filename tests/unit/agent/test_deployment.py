@@ -20,9 +20,10 @@ import pytest
 import yaml
 
 import traceloom
-from traceloom.agent.config import Config, Locations, Tcp, host_and_port, load, locations
+from traceloom.agent.config import Config, Locations, load, locations
 from traceloom.agent.daemon import notify_ready
 from traceloom.cli import parser
+from traceloom.server.settings import Tcp, host_and_port
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -14,14 +14,15 @@ import pytest
 
 from support.agent_server import SmallAgent, ask, listening, locations_in
 from support.host_tree import HostTree
-from traceloom.agent.accelerators.collecting import AcceleratorCollector
-from traceloom.agent.collect.memory import HostMemory
-from traceloom.agent.config import Config, Owners, Tcp
+from traceloom.agent.accelerators.collector import AcceleratorCollector
+from traceloom.agent.api import Check
+from traceloom.agent.collectors.host import HostMemory
+from traceloom.agent.collectors.owned_processes import OwnedProcesses
+from traceloom.agent.config import Config, Owners
 from traceloom.agent.doctor import by_hand, examine
-from traceloom.agent.http.answers import Check
 from traceloom.agent.metrics import Reading
-from traceloom.agent.processes import OwnedProcesses
-from traceloom.agent.step_clock import ProbedStepClock
+from traceloom.agent.steps import ProbedStepClock
+from traceloom.server.settings import Tcp
 
 TORCH = "/opt/venv/lib/python3.12/site-packages/torch/lib/libtorch_cpu.so"
 HEADER = "Num       RefCount Protocol Flags    Type St Inode Path\n"

@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 
 from support.waiting import until
-from traceloom.agent.environment import flight_variables
-from traceloom.agent.flight_dumps import NoFlightDumpError, fetch
-from traceloom.agent.flight_records import MOST_BYTES
-from traceloom.agent.owners import Owner, Process
+from traceloom.agent.hangs.flight_recorder import MOST_BYTES, NoFlightDumpError, fetch
+from traceloom.agent.ownership.environment import flight_variables
+from traceloom.agent.ownership.model import Owner, Process
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the agent is for Linux")
 RECORD = {"version": "2.10", "entries": [], "pg_status": {}, "pg_config": {}}

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from support.waiting import until
-from traceloom.agent.flight_records import (
+from traceloom.agent.hangs.flight_recorder import (
     FlightFindings,
     FlightRecord,
     FlightVerdict,

@@ -7,9 +7,18 @@ import json
 import pytest
 
 from support.devices import values
-from traceloom.agent.accelerators import Device
-from traceloom.agent.device_models import PEAKS, device_model, flop_per_clock, relative_peak
-from traceloom.agent.flops import FlopRate, MatrixTypes, calibration, declared_types, estimate
+from traceloom.agent.accelerators.backend import Device
+from traceloom.agent.flops import (
+    PEAKS,
+    FlopRate,
+    MatrixTypes,
+    calibration,
+    declared_types,
+    device_model,
+    estimate,
+    flop_per_clock,
+    relative_peak,
+)
 
 SMS, CLOCK = 132, 1.5e9
 H100 = Device(

@@ -9,12 +9,12 @@ import pytest
 
 from support.devices import ByHand
 from support.host_tree import HostTree
-from traceloom.agent.accelerators.collecting import AcceleratorCollector
-from traceloom.agent.accelerators.watched import Watched
-from traceloom.agent.grouping import GroupedStacks, grouped, numbers, waits_in
-from traceloom.agent.owners import Owner, Process
-from traceloom.agent.processes import OwnedProcesses
-from traceloom.agent.profilers.dump import Frame, StackDump, ThreadStack
+from traceloom.agent.accelerators.backend import Watched
+from traceloom.agent.accelerators.collector import AcceleratorCollector
+from traceloom.agent.collectors.owned_processes import OwnedProcesses
+from traceloom.agent.hangs.stacks import GroupedStacks, grouped, numbers, waits_in
+from traceloom.agent.ownership.model import Owner, Process
+from traceloom.agent.profilers.py_spy import Frame, StackDump, ThreadStack
 
 TORCH = "/usr/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
 TRAIN = Frame("train", "/home/anna/train.py", 20)

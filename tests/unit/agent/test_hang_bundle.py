@@ -17,13 +17,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from traceloom.agent import hang_bundle
-from traceloom.agent.flight_records import FlightVerdict
-from traceloom.agent.grouping import grouped
-from traceloom.agent.hang_bundle import HangEvent, HangReport, HangScene, HungDevice, page, write_bundle
-from traceloom.agent.hangs import Hang, HungProcess
-from traceloom.agent.owners import Owner, Process
-from traceloom.agent.profilers.dump import Frame, StackDump, ThreadStack
+from traceloom.agent.hangs import bundle
+from traceloom.agent.hangs.bundle import HangEvent, HangReport, HangScene, HungDevice, page, write_bundle
+from traceloom.agent.hangs.detector import Hang, HungProcess
+from traceloom.agent.hangs.flight_recorder import FlightVerdict
+from traceloom.agent.hangs.stacks import grouped
+from traceloom.agent.ownership.model import Owner, Process
+from traceloom.agent.profilers.py_spy import Frame, StackDump, ThreadStack
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the agent is for Linux")
 TORCH = "/usr/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
@@ -59,7 +59,7 @@ def judged(
         for each, frames in zip(processes, stacks, strict=True)
     }  # fmt: skip
     groups = grouped(processes, dumps, {})
-    sentence, ranks, witnesses = hang_bundle._judged(hang(*processes), processes, groups, groups, flight)
+    sentence, ranks, witnesses = bundle._judged(hang(*processes), processes, groups, groups, flight)
     assert sentence.startswith("job j: no step for 61.0 s, where one took 500 ms: ")
     return sentence.partition("500 ms: ")[2], ranks, [witness.source for witness in witnesses]
 
@@ -101,7 +101,7 @@ def test_all_wait_alike(world: int, ending: str) -> None:
 def test_a_job_that_works_too_long_is_told_as_that() -> None:
     processes = [process(0)]
     groups = grouped(processes, {}, {processes[0].pid: "py-spy is not installed beside the agent"})
-    sentence, _, _ = hang_bundle._judged(hang(*processes, busy=True), processes, groups, groups, None)
+    sentence, _, _ = bundle._judged(hang(*processes, busy=True), processes, groups, groups, None)
     assert sentence == (
         "job j: its processes work, but no step for 61.0 s, where one took 500 ms: "
         "rank 0 is not seen: py-spy is not installed beside the agent"
@@ -218,7 +218,7 @@ def test_names_of_strangers_are_no_markup() -> None:
     groups = grouped(processes, {processes[0].pid: dump}, {})
     report = HangReport(
         host="h", job=bad, uid=1, since_ns=0, seen_ns=1, median_step_seconds=1.0, sentence=f"job {bad}", ranks=(),
-        witnesses=(hang_bundle.Witness(source="stacks", sentence=bad),), members=(),
+        witnesses=(bundle.Witness(source="stacks", sentence=bad),), members=(),
         devices=(HungDevice(uuid=bad, index=bad, model=bad),), events=(), files=("hang.md",), left_out={"x": bad},
     )  # fmt: skip
     text = page(report, groups)

@@ -13,14 +13,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from traceloom.agent.board import Board
 from traceloom.agent.config import Config, Hangs, HistorySettings
-from traceloom.agent.hang_desk import HangDesk, HangRecord
+from traceloom.agent.hangs.service import HangDesk, HangRecord
 from traceloom.agent.history import History
 from traceloom.agent.metrics import Reading
-from traceloom.agent.owners import Owner, Process
-from traceloom.agent.requests.places import Places
+from traceloom.agent.ownership.model import Owner, Process
+from traceloom.agent.snapshot import Board
 from traceloom.agent.steps import Steps
+from traceloom.agent.traces.files import Places
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the agent is for Linux")
 QUICK = Hangs(least=0.05, steps=0.1, every=1e-6)

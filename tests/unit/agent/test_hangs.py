@@ -9,8 +9,8 @@ import pytest
 
 from traceloom.agent import steps as module
 from traceloom.agent.config import Hangs
-from traceloom.agent.hangs import Hang, HangWatch, JobKey
-from traceloom.agent.owners import Owner, Process
+from traceloom.agent.hangs.detector import Hang, HangWatch, JobKey
+from traceloom.agent.ownership.model import Owner, Process
 from traceloom.agent.steps import Steps, StepsTaken
 
 BUCKETS = (0,) * (len(module._BOUNDS) + 1)

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traceloom.agent.board import Board
 from traceloom.agent.config import HistorySettings
 from traceloom.agent.history import History, Points, joined
 from traceloom.agent.metrics import Reading, Series
+from traceloom.agent.snapshot import Board
 from traceloom.errors import InputError
 
 S = 10**9

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from traceloom.agent.job_facts import of_capture
-from traceloom.agent.topline import TracedFacts
+from traceloom.agent.topline import TracedFacts, of_capture
 from traceloom.testing import TraceBuilder
 
 GEMM = {

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from traceloom.agent.accelerators import Device
-from traceloom.agent.collect.processes import ProcessFacts
+from traceloom.agent.accelerators.backend import Device
+from traceloom.agent.collectors.processes import ProcessFacts
 from traceloom.agent.config import Config, Owners
-from traceloom.agent.owners import Owner
-from traceloom.agent.owners.finding import OwnerFinder
-from traceloom.agent.owners.job_mapping import MOST_BYTES, JobMapping
+from traceloom.agent.ownership.model import Owner
+from traceloom.agent.ownership.resolver import MOST_BYTES, JobMapping, OwnerFinder
 
 GPUS = [Device(uuid=f"GPU-{number}", index=str(number), vendor="nvidia", model="H100") for number in range(3)]
 PARTITIONS = [

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traceloom.agent.ipc.configuration import TraceConfiguration
-from traceloom.agent.ipc.datagrams import (
+from traceloom.agent.kineto.protocol import (
     Hello,
     MalformedDatagramError,
     Poll,
+    TraceConfiguration,
     configuration_reply,
     decode,
     instances_reply,

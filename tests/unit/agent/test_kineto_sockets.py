@@ -20,8 +20,7 @@ from typing import Any
 import pytest
 
 from support.kineto_clients import KinetoClient, request
-from traceloom.agent.ipc.sockets import _TOGETHER_S, KinetoSockets
-from traceloom.agent.registry import Offer, ProfilerClient, ProfilerRegistry
+from traceloom.agent.kineto.server import _TOGETHER_S, KinetoSockets, Offer, ProfilerClient, ProfilerRegistry
 from traceloom.errors import OutputError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="unix credentials are Linux's")
@@ -354,7 +353,7 @@ def test_a_user_who_changes_the_directory_changes_nothing_of_others(place: Path)
 
 
 def test_a_pid_that_is_given_again_is_another_client(tmp_path: Path) -> None:
-    from traceloom.agent.ipc.datagrams import Poll
+    from traceloom.agent.kineto.protocol import Poll
 
     def process(pid: int, parent: int, start: int) -> None:
         (tmp_path / str(pid)).mkdir(exist_ok=True)

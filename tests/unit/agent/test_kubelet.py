@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 
 from support import kubelet as api
-from traceloom.agent.accelerators import Device
-from traceloom.agent.collect.processes import ProcessFacts
+from traceloom.agent.accelerators.backend import Device
+from traceloom.agent.collectors.processes import ProcessFacts
 from traceloom.agent.config import Config, Owners
-from traceloom.agent.owners import Owner
-from traceloom.agent.owners.finding import OwnerFinder
-from traceloom.agent.owners.kubelet import ContainerPlace, Kubelet, PodContainer, joined
-from traceloom.agent.owners.pod_resources import containers, decoded
+from traceloom.agent.ownership.kubernetes import ContainerPlace, Kubelet, PodContainer, containers, decoded, joined
+from traceloom.agent.ownership.model import Owner
+from traceloom.agent.ownership.resolver import OwnerFinder
 
 grpc = pytest.importorskip("grpc", reason="gRPC is not installed: the extra `kubernetes`")
 
@@ -206,7 +205,7 @@ def test_a_kubelet_that_refuses(served: api.ServedKubelet, socket_path: Path) ->
 
 @pytest.mark.parametrize("speaks", [True, False], ids=["a service that hangs", "a socket that says nothing"])
 def test_a_kubelet_that_hangs(socket_path: Path, speaks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("traceloom.agent.owners.pod_resources.LIMIT_S", 0.5)
+    monkeypatch.setattr("traceloom.agent.ownership.kubernetes.LIMIT_S", 0.5)
     if speaks:
         with api.served(socket_path) as served:
             served.answer = served.hang

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traceloom.agent.owners.masking import masked
+from traceloom.agent.ownership.model import masked
 
 SECRET = "Zx9" + "q7Lk" * 6
 

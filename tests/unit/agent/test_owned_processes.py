@@ -8,11 +8,10 @@ import pytest
 
 from support.devices import ByHand, values
 from support.host_tree import HostTree
-from traceloom.agent.accelerators import Device, DeviceProcess, Sample
-from traceloom.agent.accelerators.collecting import AcceleratorCollector
-from traceloom.agent.accelerators.watched import Watched
+from traceloom.agent.accelerators.backend import Device, DeviceProcess, Sample, Watched
+from traceloom.agent.accelerators.collector import AcceleratorCollector
+from traceloom.agent.collectors.owned_processes import OwnedProcesses, jobs_now
 from traceloom.agent.metrics import METRICS
-from traceloom.agent.processes import OwnedProcesses, jobs_now
 from traceloom.agent.steps import Steps
 
 TORCH = "/opt/venv/lib/python3.12/site-packages/torch/lib/libtorch_cpu.so"

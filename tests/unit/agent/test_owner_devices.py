@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from support import amd
-from traceloom.agent.accelerators import Device
-from traceloom.agent.owners.devices import HostDevices, devices_of
+from traceloom.agent.accelerators.backend import Device
+from traceloom.agent.ownership.devices import HostDevices, devices_of
 
 A, B, C, D = (f"GPU-{letter * 8}-0000-0000-0000-000000000000" for letter in "abcd")
 

@@ -6,14 +6,7 @@ from typing import Any
 
 import pytest
 
-from traceloom.agent.owners.environment import (
-    LISTED,
-    PREFIXES,
-    check_variables,
-    owner_of,
-    rank_of,
-    statements,
-)
+from traceloom.agent.ownership.environment import LISTED, PREFIXES, check_variables, owner_of, rank_of, statements
 from traceloom.errors import InputError
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from traceloom.agent.collect.processes import ProcessFacts
+from traceloom.agent.collectors.processes import ProcessFacts
 from traceloom.agent.config import Config, Owners
-from traceloom.agent.owners import Owner
-from traceloom.agent.owners.finding import OwnerFinder
+from traceloom.agent.ownership.model import Owner
+from traceloom.agent.ownership.resolver import OwnerFinder
 
 PYTORCH = {"pytorch": "/usr/lib/libtorch_cpu.so"}
 

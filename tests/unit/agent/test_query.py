@@ -8,8 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from traceloom.agent.history import Points
-from traceloom.agent.query import answer, plain_name, rate, unit
+from traceloom.agent.history import Points, answer, plain_name, rate, unit
 from traceloom.errors import UsageError
 
 S = 10**9

@@ -8,12 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from traceloom.agent import registry as module
-from traceloom.agent.board import Board
-from traceloom.agent.ipc.datagrams import ACTIVITIES, EVENTS, Poll
-from traceloom.agent.metrics import METRICS, PREFIX, Histogram, Reading
-from traceloom.agent.publish.openmetrics import families
-from traceloom.agent.registry import (
+from traceloom.agent.kineto import server as module
+from traceloom.agent.kineto.protocol import ACTIVITIES, EVENTS, Poll
+from traceloom.agent.kineto.server import (
     Offer,
     ProfilerClient,
     ProfilerRegistry,
@@ -22,6 +19,9 @@ from traceloom.agent.registry import (
     parent_and_start,
     process_state,
 )
+from traceloom.agent.metrics import METRICS, PREFIX, Histogram, Reading
+from traceloom.agent.publishers.openmetrics import families
+from traceloom.agent.snapshot import Board
 from traceloom.agent.steps import Steps, StepsTaken
 
 IDLE, BUSY = EVENTS | ACTIVITIES, EVENTS

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from traceloom.agent.board import Board
+from traceloom.agent.collectors.scheduler import Scheduler
 from traceloom.agent.metrics import Histogram, Reading
-from traceloom.agent.scheduler import Scheduler
+from traceloom.agent.snapshot import Board
 
 LOAD = Reading("host_load_ratio", (), 0.5)
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traceloom.agent.accelerators import DeviceProcess
-from traceloom.agent.owners.sharing import Share, shares, split
+from traceloom.agent.accelerators.backend import DeviceProcess
+from traceloom.agent.ownership.model import Share, shares, split
 
 KEYS = {1: "1@10", 2: "2@20", 3: "3@30"}
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from support.agent_server import full_board
-from traceloom.agent.board import Board
+from traceloom.agent.collectors.scheduler import Scheduler
 from traceloom.agent.metrics import METRICS, Histogram, Reading
-from traceloom.agent.profilers import ProfilerError, Window
+from traceloom.agent.profilers.base import ProfilerError, Window
 from traceloom.agent.profilers.telemetry import TelemetryProfiler
-from traceloom.agent.scheduler import Scheduler
+from traceloom.agent.snapshot import Board
 
 
 class Counting:

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.devices import values
-from traceloom.agent.accelerators import Device
-from traceloom.agent.board import Board
+from traceloom.agent.accelerators.backend import Device
 from traceloom.agent.flops import MatrixTypes
 from traceloom.agent.metrics import Reading
-from traceloom.agent.owners.sharing import Share
+from traceloom.agent.ownership.model import Share
+from traceloom.agent.snapshot import Board
 from traceloom.agent.topline import KEPT_S, JobNow, Topline, TracedFacts, element_types
 
 H100, A100 = "NVIDIA H100 80GB HBM3", "A100 SXM 80GB"

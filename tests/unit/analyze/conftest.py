@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from support.odd_traces import SEEDS, odd_trace
-from traceloom.model import Trace
+from traceloom.trace.trace import Trace
 
 
 @pytest.fixture(params=SEEDS)

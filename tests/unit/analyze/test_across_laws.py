@@ -25,12 +25,10 @@ from support.jobs import (
 )
 from support.odd_traces import gpu_rows_of, odd_trace
 from traceloom import analyze
-from traceloom.analyze.across.across_ranks import AcrossRanks
-from traceloom.analyze.across.ledger import CLASSES
-from traceloom.analyze.across.rank_part import RankPart, breakdown_per_step
-from traceloom.analyze.across.slow_steps import usual
-from traceloom.model import Trace
+from traceloom.analyze.across_ranks import AcrossRanks, usual
+from traceloom.analyze.rank_summary import CLASSES, RankPart, breakdown_per_step
 from traceloom.testing import TraceBuilder
+from traceloom.trace.trace import Trace
 
 ARGS = TraceBuilder.collective_args
 RECIPES = {

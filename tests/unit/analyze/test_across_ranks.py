@@ -22,10 +22,9 @@ from support.jobs import (
     training_job,
 )
 from traceloom import analyze
-from traceloom.analyze.across.across_ranks import AcrossRanks
-from traceloom.analyze.across.slow_steps import usual
-from traceloom.model import Session
+from traceloom.analyze.across_ranks import AcrossRanks, usual
 from traceloom.testing import TraceBuilder
+from traceloom.trace.session import Session
 
 ARGS = TraceBuilder.collective_args
 

@@ -12,12 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traceloom.analyze.allocations import allocations, explain
-from traceloom.analyze.allocations.blocks import EXISTED, blocks
-from traceloom.analyze.allocations.growth import LEAST_STEPS
-from traceloom.analyze.allocations.table import LONG, slices
-from traceloom.model import Trace
+from traceloom.analyze.memory_answers import LEAST_STEPS, allocations, explain
+from traceloom.analyze.memory_blocks import EXISTED, blocks
+from traceloom.analyze.memory_owners import LONG, slices
 from traceloom.testing import TraceBuilder
+from traceloom.trace.trace import Trace
 
 EVALUATE = "autograd::engine::evaluate_function: "
 
@@ -135,7 +134,7 @@ def test_categories_follow_from_who_makes_and_who_frees() -> None:
     )
     builder.op("aten::sqrt", 110, 5).allocation(111, 16, address=5).allocation(120, -16, address=5)
     known = explain(builder.build())
-    from traceloom.analyze.allocations.categories import CATEGORIES
+    from traceloom.analyze.memory_owners import CATEGORIES
 
     told = dict(zip(known.named.names(), [CATEGORIES[k] for k in known.kinds.category], strict=True))
     assert told == {

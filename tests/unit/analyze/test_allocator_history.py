@@ -8,11 +8,11 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traceloom.analyze.allocations import explain
-from traceloom.model import Trace
-from traceloom.model.snapshot import Snapshot
-from traceloom.read.snapshot import snapshot_of
+from traceloom.analyze.memory_answers import explain
+from traceloom.formats.memory_snapshot import snapshot_of
 from traceloom.testing import TraceBuilder
+from traceloom.trace.session import Snapshot
+from traceloom.trace.trace import Trace
 
 BEGIN_US = 1_000_000
 AHEAD_US = 321  # of the history's clock

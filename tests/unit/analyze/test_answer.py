@@ -11,11 +11,12 @@ import pytest
 from support.odd_traces import odd_trace
 from traceloom.analyze import answer, gpu_time, host, idle
 from traceloom.analyze.answer import _REASONS
-from traceloom.analyze.device_account import device_account
-from traceloom.analyze.idle_causes import CAUSES
-from traceloom.model import Session, Trace
-from traceloom.model.units import share
+from traceloom.analyze.gpu_time import device_account
+from traceloom.analyze.idle import CAUSES
+from traceloom.system.units import share
 from traceloom.testing import TraceBuilder
+from traceloom.trace.session import Session
+from traceloom.trace.trace import Trace
 
 
 def session(*traces: Trace) -> Session:

@@ -6,8 +6,8 @@ import polars as pl
 import pytest
 
 from traceloom.analyze import collectives, host
-from traceloom.model import Trace
-from traceloom.testing.builder import TraceBuilder
+from traceloom.testing.trace_builder import TraceBuilder
+from traceloom.trace.trace import Trace
 
 
 def steps() -> Trace:

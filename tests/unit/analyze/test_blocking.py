@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from traceloom.analyze.blocking import blocking_calls, starting_calls
+from traceloom.analyze.host_events import blocking_calls, starting_calls
 from traceloom.testing import TraceBuilder
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from support.odd_traces import above, covered, gpu_rows_of, rows_of
 from traceloom.analyze import blocking_calls, threads
-from traceloom.analyze.blocking import blocking_calls as waiting
-from traceloom.model import Trace
+from traceloom.analyze.host_events import blocking_calls as waiting
 from traceloom.testing import TraceBuilder
+from traceloom.trace.trace import Trace
 
 
 def sites(builder: TraceBuilder) -> list[dict[str, Any]]:

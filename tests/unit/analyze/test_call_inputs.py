@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from traceloom.analyze.flops import Call, Tensor, Unknown
-from traceloom.analyze.flops.call import SIZES, broadcast, dtype_of, parsed, promoted
+from traceloom.analyze.flops.registry import SIZES, broadcast, dtype_of, parsed, promoted
 from traceloom.analyze.modelled_calls import modelled_calls
-from traceloom.analyze.peaks import TYPES, Peak, find, known_devices, peak_of
+from traceloom.analyze.placed_calls import TYPES, Peak, find, known_devices, peak_of
 from traceloom.analyze.roofline import roofline
 from traceloom.errors import UsageError
 from traceloom.testing import TraceBuilder

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from traceloom.analyze.allocations import allocations, explain
+from traceloom.analyze.memory_answers import allocations, explain
 from traceloom.testing import TraceBuilder
 
 EVALUATE = "autograd::engine::evaluate_function: "

@@ -10,7 +10,7 @@ import polars as pl
 import pytest
 
 from traceloom.analyze import Rule, gpu_time, kernels, read_rules
-from traceloom.analyze.classify import built_in_rules, classify
+from traceloom.analyze.kernel_rules import built_in_rules, classify
 from traceloom.errors import InputError, UsageError
 from traceloom.testing import TraceBuilder
 

@@ -9,9 +9,9 @@ import polars as pl
 import pytest
 
 from traceloom import analyze
-from traceloom.analyze.collective.bandwidth import against_hosts, link_of
-from traceloom.analyze.collective.kernel_names import with_names
-from traceloom.read import load
+from traceloom.analyze.bandwidth import correct_links_by_host, link_of
+from traceloom.analyze.collective_names import with_names
+from traceloom.formats import load
 from traceloom.testing import TraceBuilder
 
 ARGS = TraceBuilder.collective_args
@@ -97,7 +97,7 @@ def test_hosts_that_are_known_decide_about_the_link() -> None:
     before = pl.concat(frames)
     assert before["link"].null_count() == before.height, "one visible device does not tell"
     links = {rank: link_of("NVIDIA H100 80GB HBM3") for rank in range(4)}
-    after = against_hosts(before, {0: "a", 1: "a", 2: "b", 3: "b"}, {k: v for k, v in links.items() if v})
+    after = correct_links_by_host(before, {0: "a", 1: "a", 2: "b", 3: "b"}, {k: v for k, v in links.items() if v})
     told = dict(after.group_by("group").agg(pl.col("link").drop_nulls().unique()).rows())
     assert told == {"0": ["NVLink 4"], "1": [], "2": []}
     assert after.columns == before.columns
@@ -419,8 +419,8 @@ def test_hosts_decide_only_about_groups_whose_hosts_are_all_known() -> None:
     both, link = pl.concat(frames), link_of("NVIDIA H100 80GB HBM3")
     assert link is not None
     links = {0: link, 1: link}
-    known = against_hosts(both, {0: "a", 1: "a"}, links)
+    known = correct_links_by_host(both, {0: "a", 1: "a"}, links)
     assert set(known["link"]) == {link.name}
     assert known["link_fraction"].to_list() == pytest.approx([rate / 450 for rate in both["bus_gb_per_s"]])
-    assert set(against_hosts(both, {0: "a", 1: "b"}, links)["link"]) == {None}
-    assert against_hosts(both, {0: "a"}, links)["link"].equals(both["link"])
+    assert set(correct_links_by_host(both, {0: "a", 1: "b"}, links)["link"]) == {None}
+    assert correct_links_by_host(both, {0: "a"}, links)["link"].equals(both["link"])

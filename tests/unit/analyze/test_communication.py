@@ -13,8 +13,8 @@ import pytest
 
 from support.odd_traces import Row, covered, gpu_rows_of
 from traceloom.analyze import collectives, communication, declared_groups, groups, matrix
-from traceloom.model import Trace
 from traceloom.testing import TraceBuilder
+from traceloom.trace.trace import Trace
 
 ARGS = TraceBuilder.collective_args
 

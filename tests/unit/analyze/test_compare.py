@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from support.jobs import Change, Recipe, training_job
 from traceloom.analyze import compare
-from traceloom.analyze.compare.tables import apportioned, mean
-from traceloom.analyze.compare.tree import Items, pairs
+from traceloom.analyze.compare_tables import mean, round_to_sum
+from traceloom.analyze.compare_tree import ListItems, pairs
 from traceloom.errors import UsageError
-from traceloom.model import Session, Trace
 from traceloom.testing import TraceBuilder
+from traceloom.trace.session import Session
+from traceloom.trace.trace import Trace
 
 US = 1_000
 
@@ -231,15 +232,15 @@ def test_doubled_kernels_show_as_twice_the_time_of_each() -> None:
 
 @given(st.lists(st.integers(0, 10**6), max_size=20), st.integers(1, 9))
 def test_rounded_parts_add_up_to_the_rounded_whole(totals: list[int], count: int) -> None:
-    parts = apportioned(np.array(totals, dtype=np.int64), count)
+    parts = round_to_sum(np.array(totals, dtype=np.int64), count)
     assert int(parts.sum()) == mean(sum(totals), count)
     assert all(abs(part - total / count) < 1 for part, total in zip(parts.tolist(), totals, strict=True))
 
 
-def items(text: str, sizes: dict[str, int] | None = None) -> Items:
+def items(text: str, sizes: dict[str, int] | None = None) -> ListItems:
     codes = np.array([ord(letter) for letter in text.lower()], dtype=np.int64)
     size = np.array([(sizes or {}).get(letter, 1) for letter in text], dtype=np.int64)
-    return Items(codes, codes * 0, codes * 0, np.array([ord(letter) for letter in text], dtype=np.int64), size)
+    return ListItems(codes, codes * 0, codes * 0, np.array([ord(letter) for letter in text], dtype=np.int64), size)
 
 
 @pytest.mark.parametrize(
@@ -267,9 +268,9 @@ def test_a_large_subtree_is_rather_the_same_than_many_small_ones() -> None:
 
 def test_long_lists_are_paired_too() -> None:
     long = np.arange(5_000) % 1_000
-    one = Items(long, long * 0, long * 0, long, np.ones(long.size, dtype=np.int64))
+    one = ListItems(long, long * 0, long * 0, long, np.ones(long.size, dtype=np.int64))
     cut = np.delete(long, [10, 2_500])
-    other = Items(cut, cut * 0, cut * 0, cut, np.ones(cut.size, dtype=np.int64))
+    other = ListItems(cut, cut * 0, cut * 0, cut, np.ones(cut.size, dtype=np.int64))
     assert len(pairs(one, other)) == cut.size
 
 

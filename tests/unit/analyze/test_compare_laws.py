@@ -13,10 +13,11 @@ import pytest
 from support.jobs import Recipe, training_job
 from support.odd_traces import Row, above, gpu_rows_of, odd_trace, rows_of
 from traceloom.analyze import Comparison, compare
-from traceloom.analyze.compare.samples import samples
-from traceloom.analyze.gate.causes import causes_of
-from traceloom.model import Session, Trace
+from traceloom.analyze.compare_tree import samples
+from traceloom.analyze.gate import causes_of
 from traceloom.testing import TraceBuilder
+from traceloom.trace.session import Session
+from traceloom.trace.trace import Trace
 
 PRIORITY = ("compute", "communication", "copies")
 WITH_WORK = range(7)

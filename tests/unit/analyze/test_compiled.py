@@ -9,8 +9,8 @@ import polars as pl
 import pytest
 
 from traceloom.analyze import compiled
-from traceloom.model import Trace
 from traceloom.testing import TraceBuilder
+from traceloom.trace.trace import Trace
 
 
 def call(builder: TraceBuilder, at: int, number: int = 0) -> TraceBuilder:

@@ -9,9 +9,9 @@ import pytest
 
 from support.odd_traces import Row, covered, gpu_rows_of
 from traceloom.analyze import copies, counters, quality
-from traceloom.model import Trace
-from traceloom.read import read_kineto
+from traceloom.formats import read_kineto
 from traceloom.testing import TraceBuilder
+from traceloom.trace.trace import Trace
 
 PAGEABLE = "Memcpy HtoD (Pageable -> Device)"
 PINNED = "Memcpy HtoD (Pinned -> Device)"

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 import traceloom
 from support.jobs import Clock, Recipe, Run, training_job
 from traceloom.analyze import critical_path
-from traceloom.analyze.path.pieces import PathPieces, split
+from traceloom.analyze.critical_path_pieces import PathPieces, split
 from traceloom.errors import UsageError
-from traceloom.link import link_session
-from traceloom.model import Session
+from traceloom.graph import link_session
 from traceloom.testing import TraceBuilder
+from traceloom.trace.session import Session
 
 US = 1_000
 

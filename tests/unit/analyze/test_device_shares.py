@@ -11,11 +11,11 @@ import pytest
 
 from support.odd_traces import Row, covered, gpu_rows_of, odd_trace
 from traceloom.analyze import communication, copies, gpu_time, idle, kernel_kinds, kernels, longest_gaps
-from traceloom.analyze.device_account import PARTS, device_account, has_step_time
+from traceloom.analyze.gpu_time import PARTS, device_account, has_step_time
 from traceloom.analyze.kernel_kinds import PRIORITY, kinds
 from traceloom.analyze.steps import tiles
-from traceloom.model import Trace
 from traceloom.testing import TraceBuilder
+from traceloom.trace.trace import Trace
 
 
 def by_device(trace: Trace) -> dict[int, list[Row]]:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from traceloom.analyze import answer
-from traceloom.model import Session, Trace
-from traceloom.testing.builder import TraceBuilder
+from traceloom.testing.trace_builder import TraceBuilder
+from traceloom.trace.session import Session
+from traceloom.trace.trace import Trace
 
 MS = 1_000_000
 

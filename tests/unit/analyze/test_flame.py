@@ -11,8 +11,9 @@ import pytest
 from support.odd_traces import Row, above, gpu_rows_of, odd_trace, rows_of
 from traceloom.analyze import flame
 from traceloom.analyze.flame import thread_names
-from traceloom.model import Session, Trace
 from traceloom.testing import TraceBuilder
+from traceloom.trace.session import Session
+from traceloom.trace.trace import Trace
 
 
 def program() -> TraceBuilder:

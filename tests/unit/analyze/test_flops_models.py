@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from traceloom.analyze import flops
 from traceloom.analyze.flops.attention import unmasked_pairs
-from traceloom.analyze.flops.call import Launched, Tensor, broadcast, promoted
+from traceloom.analyze.flops.registry import Launched, Tensor, broadcast, promoted
 from traceloom.analyze.flops.serving import _row_tiles
 
 BF, F, H, L, I8, FP8 = "c10::BFloat16", "float", "c10::Half", "long int", "signed char", "c10::Float8_e4m3fn"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import polars as pl
 import pytest
 
-from traceloom.analyze.frames import STRETCHES, held, is_users, places
+from traceloom.analyze.host_events import STRETCHES, held, is_users, places
 from traceloom.testing import TraceBuilder
 
 Table = dict[tuple[str, str | None], int]

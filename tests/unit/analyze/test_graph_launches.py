@@ -11,8 +11,8 @@ import pytest
 import traceloom
 from support.odd_traces import Row, covered, gpu_rows_of, rows_of
 from traceloom.analyze import graph_launches
-from traceloom.model import Trace
 from traceloom.testing import TraceBuilder
+from traceloom.trace.trace import Trace
 
 NODES = [("embed", 10), ("gemm", 50), ("norm", 20), ("gemm", 30)]
 

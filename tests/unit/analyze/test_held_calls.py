@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from traceloom.analyze import launches
-from traceloom.analyze.queue_depth import DEEP
+from traceloom.analyze.launches import DEEP
 from traceloom.testing import TraceBuilder
 
 

@@ -8,8 +8,8 @@ import polars as pl
 import pytest
 
 from traceloom.analyze import host
-from traceloom.model import Trace
 from traceloom.testing import TraceBuilder
+from traceloom.trace.trace import Trace
 
 
 def account(trace: Trace, *, main: bool = True) -> dict[tuple[Any, ...], int]:

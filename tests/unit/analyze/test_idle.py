@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from traceloom.analyze import idle
-from traceloom.analyze.idle_causes import CAUSES
-from traceloom.analyze.longest_gaps import longest_gaps
+from traceloom.analyze.idle import CAUSES, longest_gaps
 from traceloom.testing import TraceBuilder
 
 

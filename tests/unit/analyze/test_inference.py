@@ -11,8 +11,8 @@ import traceloom
 from traceloom.analyze import inference
 from traceloom.analyze.inference import FACTS
 from traceloom.errors import UsageError
-from traceloom.model import Session
 from traceloom.testing import TraceBuilder
+from traceloom.trace.session import Session
 
 
 def said(name: str) -> dict[str, Any]:

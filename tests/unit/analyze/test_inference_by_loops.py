@@ -10,8 +10,8 @@ import pytest
 
 from support.odd_traces import covered
 from traceloom.analyze import inference
-from traceloom.model import Session
 from traceloom.testing import TraceBuilder
+from traceloom.trace.session import Session
 
 US = 1_000
 Row = dict[str, Any]

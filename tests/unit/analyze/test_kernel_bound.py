@@ -7,9 +7,9 @@ import random
 import pytest
 
 from traceloom.analyze import kernel_bounds
-from traceloom.analyze.kernel_bound import BOUNDS
-from traceloom.model import Trace
+from traceloom.analyze.kernel_efficiency import BOUNDS
 from traceloom.testing import TraceBuilder
+from traceloom.trace.trace import Trace
 
 PEAK = {"fp32": 1e12, "memory": 1e12}
 SIZE = 1000  # [1000, 1000] x [1000, 1000]: 2e9 FLOP, 12e6 bytes; at these peaks 2 ms against 12 µs

@@ -11,10 +11,10 @@ import polars as pl
 import pytest
 
 from traceloom.analyze import kernel_efficiency, kernel_shapes
-from traceloom.analyze.matrix_units import matrix_units
-from traceloom.model import Trace
-from traceloom.read import read_kineto
+from traceloom.analyze.kernel_rules import matrix_units
+from traceloom.formats import read_kineto
 from traceloom.testing import TraceBuilder
+from traceloom.trace.trace import Trace
 
 TABLE = json.loads(files("traceloom.analyze").joinpath("matrix_rules.json").read_text(encoding="utf-8"))
 STATE = {"yes": "used", "no": "unused", "none": "none"}

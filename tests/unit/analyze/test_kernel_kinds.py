@@ -11,10 +11,10 @@ import pytest
 
 from traceloom.analyze import KindRule, kernel_kinds, read_kind_rules
 from traceloom.analyze.kernel_kinds import PRIORITY, kinds
-from traceloom.analyze.kind_rules import KINDS, built_in_kind_rules
+from traceloom.analyze.kernel_rules import KINDS, built_in_kind_rules
 from traceloom.errors import InputError, UsageError
-from traceloom.model import Trace
 from traceloom.testing import TraceBuilder
+from traceloom.trace.trace import Trace
 
 TABLE = json.loads(files("traceloom.analyze").joinpath("kind_rules.json").read_text(encoding="utf-8"))
 ADD = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, std::array<char*, 3ul> >(int)"

@@ -8,8 +8,8 @@ import pytest
 
 from support.odd_traces import covered, gpu_rows_of
 from traceloom.analyze import Rule, kernels
-from traceloom.model import Trace
 from traceloom.testing import TraceBuilder
+from traceloom.trace.trace import Trace
 
 
 def test_kernels_are_added_up_by_name_largest_first() -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from support.public_traces import NAMES
-from traceloom.model import Session
-from traceloom.read import read_kineto
+from traceloom.formats import read_kineto
 from traceloom.report import ReportOptions, build
-from traceloom.storage import ondisk, spill
+from traceloom.trace import mapped_arrays
+from traceloom.trace.session import Session
 
 # Steps and stacks, allocations and communication, graphs, no host.
 USUAL = ("cpu_only_gloo_rank34", "h800_deepseek_train", "mi210_gpu_only", "mi300_sglang_decode_graphs")
@@ -20,10 +20,10 @@ def test_the_report_of_a_real_trace_on_disk_is_that_in_memory(name, shared_data,
     path = shared_data / "kineto" / f"{name}.json.gz"
     expected = build(Session((read_kineto(path),), name), ReportOptions())
     monkeypatch.setenv("TRACELOOM_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(spill, "SPILL_BYTES", 0)
-    monkeypatch.setattr(ondisk, "LEAST_BYTES", 1)
-    monkeypatch.setattr(ondisk, "PIECE", 10_000)
-    monkeypatch.setattr(ondisk, "SORTED", 20_000)
+    monkeypatch.setattr(mapped_arrays, "SPILL_BYTES", 0)
+    monkeypatch.setattr(mapped_arrays, "LEAST_BYTES", 1)
+    monkeypatch.setattr(mapped_arrays, "PIECE", 10_000)
+    monkeypatch.setattr(mapped_arrays, "SORTED", 20_000)
     assert build(Session((read_kineto(path),), name), ReportOptions()) == expected
-    ondisk.SCRATCH.clear()
+    mapped_arrays.BLOCK_POOL.clear()
     assert list((tmp_path / "spill").iterdir()) == []

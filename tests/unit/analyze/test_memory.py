@@ -10,9 +10,9 @@ import polars as pl
 import pytest
 
 from traceloom.analyze import memory
-from traceloom.analyze.allocations import allocations
-from traceloom.model import Trace
+from traceloom.analyze.memory_answers import allocations
 from traceloom.testing import TraceBuilder
+from traceloom.trace.trace import Trace
 
 
 def with_census(trace: Trace, cpu: int) -> Trace:

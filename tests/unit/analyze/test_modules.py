@@ -12,8 +12,8 @@ import pytest
 
 from support.odd_traces import Row, above, gpu_rows_of, rows_of
 from traceloom.analyze import modules
-from traceloom.model import Trace
 from traceloom.testing import TraceBuilder
+from traceloom.trace.trace import Trace
 
 
 def tree(builder: TraceBuilder) -> dict[str, dict[str, Any]]:

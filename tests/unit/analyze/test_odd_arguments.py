@@ -13,9 +13,9 @@ import pytest
 from support.analyses import ALL, parts_of
 from support.odd_traces import odd_builder
 from traceloom.analyze import counters, critical_path, kernel_bounds, kernel_efficiency, memory, roofline
-from traceloom.model import Trace
-from traceloom.read import read_kineto
+from traceloom.formats import read_kineto
 from traceloom.testing import TraceBuilder
+from traceloom.trace.trace import Trace
 
 KEYS = (
     "Input Dims", "Input type", "Input Strides", "Concrete Inputs", "Sequence number", "Fwd thread id", "External id",

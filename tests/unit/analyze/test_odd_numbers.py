@@ -9,12 +9,13 @@ import polars as pl
 import pytest
 
 from traceloom import analyze
-from traceloom.model import Session, Trace
-from traceloom.model.result import Result
-from traceloom.read import read_kineto
+from traceloom.formats import read_kineto
 from traceloom.report import ReportOptions, build
 from traceloom.report.views.terminal import render
 from traceloom.testing import TraceBuilder
+from traceloom.trace.frames import Result
+from traceloom.trace.session import Session
+from traceloom.trace.trace import Trace
 
 ARGS = TraceBuilder.collective_args
 LONG, VERY_LONG, ARABIC = "9" * 30, "9" * 5000, "٣"

@@ -10,8 +10,8 @@ import pytest
 
 from support.odd_traces import Row, above, gpu_rows_of, rows_of
 from traceloom.analyze import operators
-from traceloom.model import Trace
 from traceloom.testing import TraceBuilder
+from traceloom.trace.trace import Trace
 
 
 def rows(builder: TraceBuilder, *, by_shape: bool = False) -> dict[Any, dict[str, Any]]:

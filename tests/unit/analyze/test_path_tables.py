@@ -12,12 +12,12 @@ import pytest
 from support.jobs import Clock, ParallelRecipe, Recipe, SlowRank, parallel_job, training_job
 from support.odd_traces import odd_trace
 from traceloom.analyze import CriticalPath, critical_path
-from traceloom.analyze.path.pieces import CLASSES
-from traceloom.analyze.path.window import usual_step
+from traceloom.analyze.critical_path_pieces import CLASSES, usual_step
 from traceloom.errors import UsageError
-from traceloom.link import link_session
-from traceloom.model import Session, Trace
+from traceloom.graph import link_session
 from traceloom.testing import TraceBuilder
+from traceloom.trace.session import Session
+from traceloom.trace.trace import Trace
 
 RECIPES = {
     "host": Recipe(steps=3, layers=2, kernel_us=5, item=True),

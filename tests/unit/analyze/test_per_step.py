@@ -10,9 +10,9 @@ import pytest
 
 from support.odd_traces import above, gpu_rows_of, rows_of
 from traceloom.analyze import kernel_shapes, step_times, work_per_step
-from traceloom.analyze.per_step import per_step, whole_steps
-from traceloom.model import Trace
+from traceloom.analyze.steps import per_step, whole_steps
 from traceloom.testing import TraceBuilder
+from traceloom.trace.trace import Trace
 
 Sums = dict[str, dict[int, int]]
 

@@ -11,13 +11,10 @@ import numpy as np
 import polars as pl
 import pytest
 
-from traceloom.analyze.allocations import Explained, allocations, answers, explain
-from traceloom.analyze.allocations.categories import CATEGORIES
-from traceloom.analyze.allocations.holders import tree_of
-from traceloom.analyze.allocations.module_activations import module_activations
-from traceloom.analyze.allocations.table import slices
-from traceloom.model import Trace
+from traceloom.analyze.memory_answers import ExplainedMemory, allocations, answers, explain, module_activations
+from traceloom.analyze.memory_owners import CATEGORIES, slices, tree_of
 from traceloom.testing import TraceBuilder
+from traceloom.trace.trace import Trace
 
 EVALUATE = "autograd::engine::evaluate_function: "
 LOADER = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
@@ -119,7 +116,7 @@ class Training:
 
 
 @cache
-def training(seed: int) -> tuple[Training, Trace, Explained]:
+def training(seed: int) -> tuple[Training, Trace, ExplainedMemory]:
     made = Training(seed, layers=2 + seed, steps=2 + seed % 2)
     trace = made.builder.build()
     return made, trace, explain(trace)

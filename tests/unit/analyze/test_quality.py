@@ -11,10 +11,12 @@ import pytest
 
 from support.sessions import sound
 from traceloom.analyze import quality
-from traceloom.analyze.quality_effects import EFFECTS
-from traceloom.model import Notice, Session, Trace
+from traceloom.analyze.quality import EFFECTS
 from traceloom.report import build
 from traceloom.testing import TraceBuilder
+from traceloom.trace.notice import Notice
+from traceloom.trace.session import Session
+from traceloom.trace.trace import Trace
 
 
 def sampled(every: int) -> TraceBuilder:

@@ -11,9 +11,9 @@ import pytest
 
 from support.sessions import sound
 from traceloom.analyze import quality
-from traceloom.analyze.verdict import graded
-from traceloom.model import Trace
+from traceloom.analyze.quality_checks import grade
 from traceloom.testing import TraceBuilder
+from traceloom.trace.trace import Trace
 
 Made = Callable[[TraceBuilder], TraceBuilder]
 LAUNCH = "cudaLaunchKernel"
@@ -259,7 +259,7 @@ def test_a_twentieth_without_launch_is_no_warning_yet(orphans: int, launches: in
 
 
 def test_nothing_of_nothing_is_no_warning() -> None:
-    assert [graded(0, 0, 0.1), graded(1, 10, 0.1), graded(2, 10, 0.1)] == ["info", "info", "warning"]
+    assert [grade(0, 0, 0.1), grade(1, 10, 0.1), grade(2, 10, 0.1)] == ["info", "info", "warning"]
 
 
 @pytest.mark.parametrize("shift", [0, 1_000, 10**9])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from traceloom.analyze.allocations.ran_out import Advice, advice, census_of, kinds, tree, where_in_program
+from traceloom.analyze.memory_snapshot import Advice, advice, census_of, kinds, tree, where_in_program
 
 MB = 1 << 20
 PARTS = {"parameter": 40, "gradient": 30, "optimizer_state": 80, "activation": 200, "other": 50}

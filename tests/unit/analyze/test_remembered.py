@@ -12,10 +12,10 @@ import polars as pl
 import pytest
 from msgspec import Struct
 
-from traceloom.analyze import remembered
-from traceloom.analyze.remembered import made_from, of_each, per_trace, size_of, together
-from traceloom.model import Trace
 from traceloom.testing import TraceBuilder
+from traceloom.trace import batch
+from traceloom.trace.batch import made_from, of_each, per_trace, size_of, together
+from traceloom.trace.trace import Trace
 
 
 def test_the_result_is_computed_once_per_trace_and_not_mixed_up() -> None:
@@ -34,7 +34,7 @@ def test_the_result_is_computed_once_per_trace_and_not_mixed_up() -> None:
 def test_results_of_all_traces_are_kept_while_they_are_small_else_the_last_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(remembered, "MOST_BYTES", 100)
+    monkeypatch.setattr(batch, "MOST_BYTES", 100)
     asked: list[Trace] = []
 
     @per_trace
@@ -91,7 +91,7 @@ def test_what_is_made_from_something_is_made_again_from_something_else() -> None
 def test_small_traces_that_follow_each_other_are_looked_at_at_once_for_as_long_as_they_are_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(remembered, "MOST_EVENTS", 4)
+    monkeypatch.setattr(batch, "MAX_BATCH_EVENTS", 4)
     asked: list[list[int]] = []
 
     @of_each
@@ -120,7 +120,7 @@ def test_small_traces_that_follow_each_other_are_looked_at_at_once_for_as_long_a
 
 
 def test_what_is_kept_of_each_trace_is_kept_of_those_that_are_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remembered, "MOST_BYTES", 10)
+    monkeypatch.setattr(batch, "MOST_BYTES", 10)
     asked: list[Trace] = []
 
     @per_trace

@@ -11,8 +11,8 @@ import pytest
 import traceloom
 from support.jobs import ParallelRecipe, parallel_job
 from traceloom.analyze.roofline import modelled, roofline
-from traceloom.model import Trace
 from traceloom.testing import TraceBuilder
+from traceloom.trace.trace import Trace
 
 PEAK = {"bf16": 1e14, "memory": 1e12}
 BF = "c10::BFloat16"

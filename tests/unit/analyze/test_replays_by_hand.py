@@ -7,11 +7,10 @@ from typing import Any
 import polars as pl
 import pytest
 
-from traceloom.analyze.peaks import Peak
-from traceloom.analyze.placed import placed
+from traceloom.analyze.placed_calls import Peak, place_on_roofline
 from traceloom.analyze.roofline import modelled, roofline
-from traceloom.model import Session
 from traceloom.testing import TraceBuilder
+from traceloom.trace.session import Session
 
 BF = "c10::BFloat16"
 PEAK = Peak("made", {"bf16": 1e13, "fp32": 1e12, "tf32": 5e12}, 1e12)  # 10 FLOP and 1 byte in a ps
@@ -148,7 +147,7 @@ PLACED: list[tuple[str, list[Any], list[str], str, tuple[str, str, float, float,
 def test_a_call_takes_the_longer_of_computing_and_moving(
     name: str, shapes: list[Any], types: list[str], kernel: str, expected: tuple[str, str, float, float, str]
 ) -> None:
-    row = placed(called(name, shapes, types, kernel).build(), PEAK).calls.row(0, named=True)
+    row = place_on_roofline(called(name, shapes, types, kernel).build(), PEAK).calls.row(0, named=True)
     arithmetic, evidence, compute, memory, bound = expected
     assert (row["arithmetic"], row["evidence"], row["bound"]) == (arithmetic, evidence, bound)
     assert (row["compute_ns"], row["memory_ns"]) == (pytest.approx(compute), pytest.approx(memory))
@@ -164,13 +163,15 @@ def test_a_call_takes_the_longer_of_computing_and_moving(
 def test_a_product_without_both_peaks_has_no_time_at_the_peaks(
     flops: dict[str, float], memory: float | None, known: bool
 ) -> None:
-    row = placed(called("aten::mm", SQUARE, [BF, BF]).build(), Peak("made", flops, memory)).calls.row(0, named=True)
+    row = place_on_roofline(called("aten::mm", SQUARE, [BF, BF]).build(), Peak("made", flops, memory)).calls.row(
+        0, named=True
+    )
     assert (row["roofline_ns"] is not None, row["bound"] is not None) == (known, known)
 
 
 def test_a_vector_unit_of_unknown_rate_leaves_the_bound_of_memory() -> None:
     trace = called("aten::add", [[1000], [1000]], ["float", "float"]).build()
-    row = placed(trace, Peak("made", {}, 1e12)).calls.row(0, named=True)
+    row = place_on_roofline(trace, Peak("made", {}, 1e12)).calls.row(0, named=True)
     assert (row["compute_ns"], row["roofline_ns"], row["bound"]) == (None, 12.0, "memory")
 
 
@@ -178,7 +179,7 @@ def test_a_vector_unit_of_unknown_rate_leaves_the_bound_of_memory() -> None:
 def test_faster_peaks_shorten_every_time_at_them_by_as_much(factor: int) -> None:
     trace = captured([(64, ("a",)), (512, ("b",))]).build()
     faster = Peak("faster", {key: factor * rate for key, rate in PEAK.flops.items()}, factor * 1e12)
-    slow, fast = (placed(trace, peak).calls for peak in (PEAK, faster))
+    slow, fast = (place_on_roofline(trace, peak).calls for peak in (PEAK, faster))
     assert (slow["roofline_ns"] / fast["roofline_ns"]).to_list() == pytest.approx([factor] * 2)
     assert slow.select("flops", "bytes", "bound", "gpu_ns").equals(fast.select("flops", "bytes", "bound", "gpu_ns"))
 

@@ -11,12 +11,13 @@ import pytest
 
 from traceloom.analyze import flops, kernel_kinds, roofline
 from traceloom.analyze.modelled_calls import modelled_calls
-from traceloom.analyze.peaks import Peak, find, known_devices, peak_of, peaks
+from traceloom.analyze.placed_calls import Peak, find, known_devices, peak_of, peaks
 from traceloom.analyze.roofline import MODELLED, OPERATORS, modelled
 from traceloom.analyze.utilisation import STEPS
 from traceloom.errors import UsageError
-from traceloom.model import Session, Trace
 from traceloom.testing import TraceBuilder
+from traceloom.trace.session import Session
+from traceloom.trace.trace import Trace
 
 BF = "c10::BFloat16"
 GEMM = "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64"

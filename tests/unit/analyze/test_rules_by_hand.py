@@ -13,10 +13,9 @@ import pytest
 
 from support.odd_traces import above, gpu_rows_of, odd_trace, rows_of
 from traceloom.analyze import KindRule, Rule, kernel_kinds, load_rules, read_kind_rules, read_rules
-from traceloom.analyze.classify import classify, gpu_work
 from traceloom.analyze.kernel_kinds import kinds
-from traceloom.analyze.kind_rules import KINDS
-from traceloom.analyze.peaks import Peak, find, known_devices, peak_of, peaks
+from traceloom.analyze.kernel_rules import KINDS, classify, gpu_work
+from traceloom.analyze.placed_calls import Peak, find, known_devices, peak_of, peaks
 from traceloom.errors import InputError, TraceloomError, UsageError
 from traceloom.testing import TraceBuilder
 

@@ -12,15 +12,21 @@ import polars as pl
 import pytest
 
 from support.snapshots import SnapshotBuilder
-from traceloom.analyze.allocations import Explained, answers
-from traceloom.analyze.allocations.allocator import fragments
-from traceloom.analyze.allocations.blocks import ALIVE, EXISTED
-from traceloom.analyze.allocations.categories import CATEGORIES
-from traceloom.analyze.allocations.from_snapshot import explain_snapshot
-from traceloom.analyze.allocations.lifetimes import lifetimes
-from traceloom.analyze.allocations.over_time import INSTANTS, instants, largest_keys, levels_by
-from traceloom.model.snapshot import Snapshot
-from traceloom.read.snapshot import snapshot_of
+from traceloom.analyze.memory import fragmentation
+from traceloom.analyze.memory_answers import ExplainedMemory, answers
+from traceloom.analyze.memory_blocks import (
+    ALIVE,
+    EXISTED,
+    INSTANTS,
+    instants,
+    largest_keys,
+    levels_over_time,
+    lifetimes,
+)
+from traceloom.analyze.memory_owners import CATEGORIES
+from traceloom.analyze.memory_snapshot import explain_snapshot
+from traceloom.formats.memory_snapshot import snapshot_of
+from traceloom.trace.session import Snapshot
 
 MAIN = ("/u/train.py", 99, "<module>")
 LINES = (
@@ -207,7 +213,7 @@ def _segments(snapshot: Snapshot) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("seed", [1, 6])
 def test_reserved_memory_is_allocated_pending_or_free(seed: int) -> None:
     truth = played(seed)
-    row = fragments(truth.snapshot).row(0, named=True)
+    row = fragmentation(truth.snapshot).row(0, named=True)
     assert row["requested_bytes"] == sum(truth.live.values())
     assert row["allocated_bytes"] == sum(-(-size // 512) * 512 for size in truth.live.values())
     assert row["reserved_bytes"] == row["allocated_bytes"] + row["pending_bytes"] + row["free_bytes"]
@@ -220,27 +226,27 @@ def test_a_segment_that_is_free_as_a_whole_is_not_split_and_pending_blocks_are_n
     builder = SnapshotBuilder(segment=1 << 20)
     builder.free(builder.alloc(1 << 20))
     builder.free(builder.alloc(1 << 21), completed=False)
-    row = fragments(snapshot_of(builder.build(), "made.pickle")).row(0, named=True)
+    row = fragmentation(snapshot_of(builder.build(), "made.pickle")).row(0, named=True)
     assert (row["reserved_bytes"], row["free_bytes"], row["pending_bytes"]) == (3 << 20, 1 << 20, 2 << 20)
     assert (row["split_bytes"], row["fragmentation"], row["segment_count"]) == (0, 0.0, 2)
     full = SnapshotBuilder(segment=512)
     full.alloc(512)
-    assert fragments(snapshot_of(full.build(), "made.pickle"))["fragmentation"].to_list() == [None]
+    assert fragmentation(snapshot_of(full.build(), "made.pickle"))["fragmentation"].to_list() == [None]
 
 
 # -- over time, and for how long ----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def long() -> Explained:
+def long() -> ExplainedMemory:
     return explain_snapshot(played(7, forget_after=30).snapshot)
 
 
-def test_levels_by_any_key_are_those_of_the_blocks_one_by_one(long: Explained) -> None:
+def test_levels_by_any_key_are_those_of_the_blocks_one_by_one(long: ExplainedMemory) -> None:
     blocks = long.named.blocks
     key = np.arange(blocks.made.size) % 3
     rows = np.array([-1, 0, 5, 17, 60, long.trace.allocations.height - 1])
-    levels = levels_by(blocks, key, 4, rows, 0)
+    levels = levels_over_time(blocks, key, 4, rows, 0)
     for number in range(4):
         for at, row in enumerate(rows.tolist()):
             alive = (blocks.made <= row) & (blocks.ended > row) & (key == number)
@@ -262,7 +268,7 @@ def test_a_curve_has_few_instants_with_both_ends_and_the_highest_of_all(size: in
     assert size // 3 - 1 in chosen.tolist()
 
 
-def test_lifetimes_are_counted_by_decade(long: Explained) -> None:
+def test_lifetimes_are_counted_by_decade(long: ExplainedMemory) -> None:
     blocks = long.named.blocks
     whole = (blocks.start_ns != EXISTED) & (blocks.end_ns != ALIVE)
     lengths = (blocks.end_ns - blocks.start_ns)[whole]

@@ -11,10 +11,9 @@ import pytest
 
 from support.odd_traces import Row, covered, rows_of
 from traceloom.analyze import host, threads
-from traceloom.analyze.blocking import blocking_calls
-from traceloom.analyze.phases import ACTIVITIES
-from traceloom.model import Trace
+from traceloom.analyze.host_events import ACTIVITIES, blocking_calls
 from traceloom.testing import TraceBuilder
+from traceloom.trace.trace import Trace
 
 NODE = "autograd::engine::evaluate_function: MmBackward0"
 

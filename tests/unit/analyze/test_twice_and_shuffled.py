@@ -12,8 +12,9 @@ import pytest
 from support.analyses import ALL, parts_of
 from support.odd_traces import odd_builder, odd_trace
 from traceloom import analyze
-from traceloom.model import Session, Trace
 from traceloom.testing import TraceBuilder
+from traceloom.trace.session import Session
+from traceloom.trace.trace import Trace
 
 LATER_US = 1_000.0  # when everything happens again; the first time is over after 400 µs
 

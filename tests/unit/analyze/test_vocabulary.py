@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from traceloom.analyze.vocabulary import Vocabulary, _ordered, vocabulary
-from traceloom.model import Trace
+from traceloom.analyze.names import Vocabulary, _ordered, vocabulary
 from traceloom.testing import TraceBuilder
+from traceloom.trace.trace import Trace
 
 NAMES = (("aten::mm", "aten::b", "aten::mm"), (), ("zz", "cudaLaunchKernel", "aten::b"), ("aten::mm",), ("é", "b"))
 PATTERNS = (r"^aten::", r"(?i)LAUNCH", r"b$", r"never")

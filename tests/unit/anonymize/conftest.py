@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from traceloom.anonymize import Anonymized, Key, Policy, anonymize
-from traceloom.anonymize import run as run_module
+from traceloom.workload.anonymize import run as run_module
+from traceloom.workload.anonymize.policy import Key, Policy
+from traceloom.workload.anonymize.run import Anonymized, anonymize
 
 Anonymise = Callable[..., Anonymized]
 

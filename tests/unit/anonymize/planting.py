@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from traceloom.anonymize import Anonymized
+from traceloom.workload.anonymize.run import Anonymized
 
 SECRET = "QuokkaZebra"
 NUMBER = "8675309867530986"

@@ -13,10 +13,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from planting import NUMBER, SECRET, Anonymise, bytes_of, leaks, planted, write_json
 
-from traceloom.anonymize import Policy
-from traceloom.chakra.schema import AttributeProto, GlobalMetadata, Node
-from traceloom.chakra.stream import EtReader, write
-from traceloom.read import read_kineto
+from traceloom.formats import read_kineto
+from traceloom.formats.chakra.et_pb2 import AttributeProto, GlobalMetadata, Node
+from traceloom.formats.chakra.files import EtReader, write
+from traceloom.workload.anonymize.policy import Policy
 
 POLICIES = {
     "default": Policy(),

@@ -13,11 +13,13 @@ import pytest
 
 from support.analyses import ALL, parts_of
 from support.odd_traces import odd_builder
-from traceloom.anonymize import Key, Policy, anonymize
 from traceloom.findings import findings
-from traceloom.link.rank import link_rank
-from traceloom.model import Session, Trace
-from traceloom.read import read_kineto
+from traceloom.formats import read_kineto
+from traceloom.graph.rank import link_rank
+from traceloom.trace.session import Session
+from traceloom.trace.trace import Trace
+from traceloom.workload.anonymize.policy import Key, Policy
+from traceloom.workload.anonymize.run import anonymize
 
 POLICIES = {"default": Policy(), "exact": Policy(shapes="keep", scalars="keep", times="keep")}
 NUMBERED_ANEW = {"lane", "parent", "node", "line"}  # places of threads and frames, which are sorted by name

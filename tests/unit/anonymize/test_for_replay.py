@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from traceloom.anonymize import Anonymized, Key, Policy, anonymize
-from traceloom.anonymize.calls import argument
 from traceloom.cli import main
 from traceloom.errors import UsageError
-from traceloom.replay import make_plan
-from traceloom.replay.schema import parse_schema
+from traceloom.workload.anonymize.policy import Key, Policy
+from traceloom.workload.anonymize.run import Anonymized, anonymize
+from traceloom.workload.anonymize.sizes import argument
+from traceloom.workload.replay.planning import make_plan
+from traceloom.workload.replay.schema import parse_schema
 
 LINEAR = "aten::linear(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor"
 VIEW = "aten::view(Tensor(a) self, SymInt[] size) -> Tensor(a)"

@@ -11,16 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traceloom.analyze import phases
-from traceloom.analyze.blocking import BY_NAME
-from traceloom.analyze.classify import classify
+from traceloom.analyze import host_events
 from traceloom.analyze.collective_names import kinds_of_kernels
-from traceloom.anonymize.kernels import MARKS, KernelNames
-from traceloom.anonymize.key import ALPHABET, LETTERS, Key
-from traceloom.anonymize.names import Pseudonyms
-from traceloom.anonymize.policy import Policy
-from traceloom.model.copies import copy_kind
-from traceloom.read.collectives import kind_of
+from traceloom.analyze.host_events import BY_NAME
+from traceloom.analyze.kernel_rules import classify
+from traceloom.formats.links import kind_of
+from traceloom.trace.vocabulary import copy_kind
+from traceloom.workload.anonymize.names import MARKS, KernelNames, Pseudonyms
+from traceloom.workload.anonymize.policy import ALPHABET, LETTERS, Key, Policy
 
 RULES = json.loads(files("traceloom.analyze").joinpath("kernel_rules.json").read_text(encoding="utf-8"))
 LETTER = re.compile(rf"[{ALPHABET}]{{{LETTERS}}}")
@@ -39,20 +37,20 @@ def _number(table: tuple[tuple[int, str], ...], name: str) -> int:
 
 
 def _words(name: str) -> int:
-    hits = [number for number, pattern in phases.WORD_PHASES if re.search(pattern, name)]
+    hits = [number for number, pattern in host_events.WORD_PHASES if re.search(pattern, name)]
     return hits[0] if len(hits) == 1 else -1
 
 
 def meaning_on_host(name: str) -> tuple[object, ...]:
-    span = _number(phases.SPAN_PHASES, name)
+    span = _number(host_events.SPAN_PHASES, name)
     backend = re.match(r"(nccl|rccl|gloo|mpi|ucc|hccl|xccl):\s*(.+)$", name)
     kind = kind_of(backend[2]) if backend else ""
     known = kind in {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier", "send", "recv"}
     return (
         span,
         _words(name) if span < 0 else -1,
-        bool(re.search(phases.OURS, name)),
-        bool(re.search(phases.STEP_MARK, name)),
+        bool(re.search(host_events.OURS, name)),
+        bool(re.search(host_events.STEP_MARK, name)),
         bool(re.match(r"^(?:nccl|gloo|mpi|ucc|hccl):|^\[|^PyTorch Profiler", name)),
         name.startswith("autograd::engine::evaluate_function: "),
         kind if known else "",
@@ -61,8 +59,8 @@ def meaning_on_host(name: str) -> tuple[object, ...]:
 
 def meaning_in_python(name: str) -> tuple[object, ...]:
     return (
-        _number(phases.PYTHON_PHASES, name),
-        bool(re.search(phases.BLOCKING_PYTHON, name)),
+        _number(host_events.PYTHON_PHASES, name),
+        bool(re.search(host_events.BLOCKING_PYTHON, name)),
         name.startswith("nn.Module: "),
         name.startswith("<built-in method run_backward"),
         bool(re.search(r"(^|/)torch/utils/data/dataloader\.py\(\d+\): __next__$", name)),
@@ -72,7 +70,7 @@ def meaning_in_python(name: str) -> tuple[object, ...]:
 def meaning_of_call(name: str) -> tuple[object, ...]:
     blocking = bool(re.search(BY_NAME, name)) and "Async" not in name
     return (
-        blocking or bool(re.search(phases.BLOCKING_RUNTIME, name)),
+        blocking or bool(re.search(host_events.BLOCKING_RUNTIME, name)),
         "StreamWaitEvent" in name,
         "EventRecord" in name,
     )

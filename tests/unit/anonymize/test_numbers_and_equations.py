@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 
-from traceloom.anonymize.calls import argument
-from traceloom.anonymize.policy import CHOICES, Policy, read_policy
-from traceloom.anonymize.shapes import Shapes, bucket, by_factors, coarse, prime_factors
-from traceloom.anonymize.structure import borders, microseconds
-from traceloom.replay.schema import parse_schema
+from traceloom.workload.anonymize.collapse import borders, microseconds
+from traceloom.workload.anonymize.policy import CHOICES, Policy, read_policy
+from traceloom.workload.anonymize.sizes import Shapes, argument, bucket, by_factors, coarse, prime_factors
+from traceloom.workload.replay.schema import parse_schema
 
 EINSUM = parse_schema("aten::einsum(str equation, Tensor[] tensors, *, int[]? path=None) -> Tensor")
 

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from traceloom.anonymize import Policy, read_key, read_policy
-from traceloom.anonymize.policy import CHOICES
 from traceloom.errors import InputError, UsageError
+from traceloom.workload.anonymize.policy import CHOICES, Policy, read_key, read_policy
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "anonymize.md"
 

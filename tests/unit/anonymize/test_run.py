@@ -15,17 +15,18 @@ sys.path.insert(0, str(Path(__file__).parent))
 from planting import Anonymise, write_json
 
 from support.strategies import builders
-from traceloom.anonymize import Key, Policy, anonymize
-from traceloom.anonymize import run as run_module
-from traceloom.chakra.graph import write_rank
-from traceloom.chakra.schema import AttributeProto, GlobalMetadata, Node
-from traceloom.chakra.stream import EtReader, write
 from traceloom.cli import main
 from traceloom.errors import InputError, OutputError, UsageError
-from traceloom.link.rank import link_rank
-from traceloom.model import Trace
-from traceloom.read import load, read_kineto
+from traceloom.formats import load, read_kineto
+from traceloom.formats.chakra.et_pb2 import AttributeProto, GlobalMetadata, Node
+from traceloom.formats.chakra.files import EtReader, write
+from traceloom.graph.rank import link_rank
 from traceloom.testing import TraceBuilder
+from traceloom.trace.trace import Trace
+from traceloom.workload.anonymize import run as run_module
+from traceloom.workload.anonymize.policy import Key, Policy
+from traceloom.workload.anonymize.run import anonymize
+from traceloom.workload.chakra.graph_read import write_rank
 
 BASE = 7889238 * 223 * 10**9
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traceloom.anonymize.policy import Policy
-from traceloom.anonymize.shapes import Shapes, bucket, by_factors, coarse
+from traceloom.workload.anonymize.policy import Policy
+from traceloom.workload.anonymize.sizes import Shapes, bucket, by_factors, coarse
 
 
 @given(st.integers(-(2**62), 2**62))

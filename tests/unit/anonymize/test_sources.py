@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from support.workload import node, write_set
-from traceloom.anonymize.sources import CHAKRA, GROUPS, HOST, KINETO, InputFiles, find, kind_of_file, read_json
 from traceloom.errors import InputError
 from traceloom.testing import HostTraceBuilder, TraceBuilder
+from traceloom.workload.anonymize.inputs import CHAKRA, GROUPS, HOST, KINETO, InputFiles, find, kind_of_file, read_json
 
 
 def kineto(path: Path) -> Path:

@@ -21,14 +21,15 @@ from planting import Anonymise, bytes_of, write_json
 from support.strategies import builders
 from support.workload import attribute, collective, node, receive, send, write_set
 from traceloom import analyze
-from traceloom.anonymize import Key, Policy, anonymize
-from traceloom.chakra.schema import AttributeProto, Node
-from traceloom.chakra.stream import EtReader
-from traceloom.chakra.validation import validate
-from traceloom.model import Trace
-from traceloom.read import load, read_kineto
-from traceloom.read.host_trace import read_host_trace
+from traceloom.formats import load, read_kineto
+from traceloom.formats.chakra.et_pb2 import AttributeProto, Node
+from traceloom.formats.chakra.files import EtReader
+from traceloom.formats.host_trace import read_host_trace
 from traceloom.testing import HostTraceBuilder, TraceBuilder
+from traceloom.trace.trace import Trace
+from traceloom.workload.anonymize.policy import Key, Policy
+from traceloom.workload.anonymize.run import anonymize
+from traceloom.workload.chakra.validate import validate
 
 POLICIES = {
     "default": Policy(),

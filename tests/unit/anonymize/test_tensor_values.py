@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from traceloom.anonymize import Key, Policy
-from traceloom.anonymize.account import Account
-from traceloom.anonymize.names import Pseudonyms
-from traceloom.anonymize.shapes import Shapes, bucket
-from traceloom.anonymize.tensors import OF_COMMUNICATION, OF_GROUPS, Tensors
+from traceloom.workload.anonymize.names import Pseudonyms
+from traceloom.workload.anonymize.policy import Account, Key, Policy
+from traceloom.workload.anonymize.sizes import Shapes, bucket
+from traceloom.workload.anonymize.tensors import OF_COMMUNICATION, OF_GROUPS, Tensors
 
 DEVICES = ("cpu", "cuda:0", "cuda", "xpu:12")
 SECRETS = ("acme text", "/home/acme/x.py", "acme:0", "<acme>", "cuda:acme", "1.5 acme")

@@ -13,13 +13,13 @@ import pytest
 from support.waiting import until
 from support.webhooks import receiver
 from traceloom.capture import autoprofile as module
-from traceloom.capture import messages
+from traceloom.capture import settings
 from traceloom.capture.autoprofile import Autoprofile, autoprofile
 
 
 @pytest.fixture(autouse=True)
 def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messages, "_said", set())
+    monkeypatch.setattr(settings, "_said", set())
     for name in ("TRACELOOM_SERVER", "TRACELOOM_TOKEN", "TRACELOOM_JOB", "RANK", "WORLD_SIZE", "SLURM_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
 

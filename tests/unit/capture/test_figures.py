@@ -15,9 +15,8 @@ import pytest
 
 from traceloom.capture import distributed, manifest, writing
 from traceloom.capture.distributed import KINDS, _bytes, _recorded_kind
-from traceloom.capture.messages import say, say_once
 from traceloom.capture.scope import MAXIMUM_LENGTH, scope
-from traceloom.capture.settings import Settings, check_times, from_json, parse_steps
+from traceloom.capture.settings import Settings, check_times, from_json, parse_steps, say, say_once
 from traceloom.capture.steps import Instant, Mark, StepLog
 from traceloom.errors import UsageError
 
@@ -267,20 +266,20 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_every_launcher_tells_the_place_by_its_variables(
     rank: str, size: str, local: str, alone: pytest.MonkeyPatch
 ) -> None:
-    assert distributed.place() == (None, None, None)
+    assert distributed.rank_and_world() == (None, None, None)
     alone.setenv(rank, "3")
-    assert distributed.place() == (None, None, None), "one of the two alone says nothing"
+    assert distributed.rank_and_world() == (None, None, None), "one of the two alone says nothing"
     alone.setenv(size, "8")
-    assert distributed.place() == (3, 8, None)
+    assert distributed.rank_and_world() == (3, 8, None)
     alone.setenv(local, "1")
-    assert distributed.place() == (3, 8, 1)
+    assert distributed.rank_and_world() == (3, 8, 1)
 
 
 @pytest.mark.parametrize("text", ["", "-1", "x", "1.0", " 2", "٣"])
 def test_what_is_no_number_is_no_place(text: str, alone: pytest.MonkeyPatch) -> None:
     alone.setenv("RANK", text)
     alone.setenv("WORLD_SIZE", "2")
-    assert distributed.place() == (None, None, None)
+    assert distributed.rank_and_world() == (None, None, None)
 
 
 def test_ranks_of_one_job_have_one_name_and_others_another(alone: pytest.MonkeyPatch) -> None:
@@ -356,7 +355,7 @@ def test_what_is_not_whole_is_put_beside_under_the_next_free_number(tmp_path: Pa
         made = directory / writing.NOTES / "new"
         (made / writing.NOTES).mkdir(parents=True)
         (made / "rank0.capture.json").write_text("{}")
-        kept = manifest.set_apart(made, directory)
+        kept = manifest.set_aside_incomplete(made, directory)
         assert kept == tmp_path / f"run-unfinished-{number}"
         assert [path.name for path in kept.iterdir()] == ["rank0.capture.json"]
 

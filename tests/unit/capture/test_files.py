@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from traceloom.capture import manifest, writing
+from traceloom.capture.kineto import _THEIRS
 from traceloom.capture.launch import describe
 from traceloom.capture.scope import scope
-from traceloom.capture.silence import _THEIRS
 from traceloom.capture.steps import Instant, Mark, StepLog
 from traceloom.errors import UsageError
 
@@ -23,7 +23,7 @@ from traceloom.errors import UsageError
 def test_no_two_processes_get_one_name(tmp_path: Path) -> None:
     (tmp_path / writing.NOTES).mkdir()
     pid = os.getpid()
-    assert [writing.claim(tmp_path, rank) for rank in (0, 1, None, 1)] == [
+    assert [writing.claim_name(tmp_path, rank) for rank in (0, 1, None, 1)] == [
         "rank0", "rank1", f"pid{pid}", f"rank1-pid{pid}",
     ]  # fmt: skip
 
@@ -78,7 +78,7 @@ def test_a_new_capture_takes_the_place_of_an_earlier_one_and_of_nothing_else(tmp
     writing.write_json(made / "rank0.capture.json", manifest.document([{"rank": 0}], {}))
     (made / "rank0.kineto.json.gz").write_text("new")
     (made / "rank1.kineto.json").write_text("of a rank that still records")
-    manifest.adopt(made, directory, old, {"command": ["new"]}, "rank0")
+    manifest.replace_capture(made, directory, old, {"command": ["new"]}, "rank0")
     files = {path.name: path.read_text() for path in directory.iterdir() if path.is_file()}
     assert set(files) == {*mine, "capture.json", "rank0.capture.json", "rank0.kineto.json.gz"}
     assert files["rank0.kineto.json.gz"] == "new"

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from traceloom.capture import kernel_sources, manifest
-from traceloom.capture.kernel_sources import copy_sources
+from traceloom.capture import manifest
+from traceloom.capture import manifest as kernel_sources
+from traceloom.capture.manifest import copy_sources
 
 
 def named(folder: Path, *paths: object) -> Path:
@@ -65,7 +66,7 @@ def test_a_new_capture_takes_the_place_of_earlier_sources_and_of_nothing_else_th
     (tmp_path / "rank1.host_resources" / "cold.py").write_text("")
     (tmp_path / "rank0.host_resources" / "nid_1_tid_2.dat").write_text("of PyTorch")
     (made / "rank0.capture.json").write_text('{"ranks": [{"rank": 0}]}')
-    manifest.adopt(made, tmp_path, manifest.files(tmp_path), {})
+    manifest.replace_capture(made, tmp_path, manifest.files(tmp_path), {})
     assert sorted(path.name for path in (tmp_path / "rank0.host_resources").iterdir()) == [
         "ckept.py",
         "nid_1_tid_2.dat",

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-from traceloom.capture.census import census, live_bytes  # noqa: E402  (both import torch)
-from traceloom.capture.module_scopes import ModuleScopes  # noqa: E402
-from traceloom.capture.out_of_memory import asked_bytes, is_out_of_memory  # noqa: E402
+from traceloom.capture.memory import asked_bytes, census, is_out_of_memory, live_bytes  # noqa: E402  (both import torch)  # noqa: E402
+from traceloom.capture.modules import ModuleScopes  # noqa: E402
 from traceloom.capture.scope import scope  # noqa: E402
 
 

@@ -18,16 +18,24 @@ from types import SimpleNamespace
 
 import pytest
 
-from traceloom.capture import distributed, messages, writing
-from traceloom.capture.lock import Lock, check_free
-from traceloom.capture.silence import their_lines_hidden
-from traceloom.capture.writing import BackgroundWriter, CaptureFolders, claim, reason, replacing, write_json
+from traceloom.capture import distributed, settings, writing
+from traceloom.capture.kineto import suppress_log_lines
+from traceloom.capture.writing import (
+    BackgroundWriter,
+    CaptureFolders,
+    Lock,
+    check_free,
+    claim_name,
+    reason,
+    write_atomically,
+    write_json,
+)
 from traceloom.errors import OutputError
 
 
 @pytest.fixture(autouse=True)
 def _say_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messages, "_said", set(), raising=False)
+    monkeypatch.setattr(settings, "_said", set(), raising=False)
 
 
 @pytest.fixture
@@ -38,10 +46,10 @@ def directory(tmp_path: Path) -> Path:
 
 def test_of_many_processes_each_has_a_name_of_its_own(directory: Path) -> None:
     with ThreadPoolExecutor(16) as pool:
-        stems = list(pool.map(lambda _: claim(directory, 3), range(40)))
+        stems = list(pool.map(lambda _: claim_name(directory, 3), range(40)))
     assert stems.count("rank3") == 1
     assert set(stems) == {"rank3", f"rank3-pid{os.getpid()}"}
-    assert claim(directory, 4) == "rank4"
+    assert claim_name(directory, 4) == "rank4"
 
 
 @pytest.mark.parametrize(
@@ -55,7 +63,7 @@ def test_who_has_which_name(directory: Path, rank: int | None, is_child: bool, t
     for name in there:
         (directory / f"{name}.capture.json").write_text("{}")  # of an earlier run
     expected = stem if stem[-1].isdigit() else f"{stem}{os.getpid()}"
-    assert claim(directory, rank, is_child=is_child) == expected
+    assert claim_name(directory, rank, is_child=is_child) == expected
 
 
 def test_a_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
@@ -64,11 +72,11 @@ def test_a_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
     assert path.read_text() == '{"old":[1,2]}\n'
     with pytest.raises(TypeError):
         write_json(path, {"new": object()})
-    with contextlib.suppress(KeyboardInterrupt), replacing(path) as temporary:
+    with contextlib.suppress(KeyboardInterrupt), write_atomically(path) as temporary:
         temporary.write_text("half")
         raise KeyboardInterrupt
     assert json.loads(path.read_text()) == {"old": [1, 2]}
-    with replacing(path) as temporary:
+    with write_atomically(path) as temporary:
         temporary.write_text("new")
         assert path.read_text() != "new"
     assert path.read_text() == "new"
@@ -169,7 +177,7 @@ def test_jobs_are_done_in_their_order_and_one_that_fails_ends_no_other(capfd: py
 HOLDER = """
 import sys, time
 from pathlib import Path
-from traceloom.capture.lock import Lock
+from traceloom.capture.writing import Lock
 lock = Lock(Path(sys.argv[1]))
 lock.take()
 print("held", flush=True)
@@ -246,7 +254,7 @@ def test_lines_of_the_profiler_are_hidden_and_no_others(capfd: pytest.CaptureFix
         b"STAGE:2026-01-31 12:00:00 17:17 ActivityProfilerController.cpp:314] Completed Stage: Warm Up", b"",
         b"[W131 12:00:00.1 execution_trace_observer.cpp:433] Disabling Execution Trace Observer", b"loss 0.25 \xff",
     ]  # fmt: skip
-    with their_lines_hidden():
+    with suppress_log_lines():
         for line in lines:
             os.write(2, line + b"\n")
     os.write(2, b"after ActivityProfiler\n")
@@ -255,7 +263,7 @@ def test_lines_of_the_profiler_are_hidden_and_no_others(capfd: pytest.CaptureFix
 
 def test_an_error_inside_leaves_the_descriptor_as_it_was(capfd: pytest.CaptureFixture[str]) -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
-    with contextlib.suppress(ZeroDivisionError), their_lines_hidden():
+    with contextlib.suppress(ZeroDivisionError), suppress_log_lines():
         os.write(2, b"said before\n")
         raise ZeroDivisionError
     os.write(2, b"said after\n")
@@ -288,12 +296,12 @@ def test_what_a_rank_starts_has_not_its_place(
     launched(variables)
     assert not distributed.is_child()
     distributed.mark_children()
-    assert distributed.place() == (1, 2, 1)  # it itself
+    assert distributed.rank_and_world() == (1, 2, 1)  # it itself
     inherited = os.environ["TRACELOOM_PARENT"].replace(str(os.getpid()), "4194303", 1)
     monkeypatch.setattr(distributed, "_parent", ("", ""))
     monkeypatch.setenv("TRACELOOM_PARENT", inherited)  # as one that it has started sees it
     distributed.mark_children()
     assert distributed.is_child()
-    assert distributed.place() == (None, None, None)
+    assert distributed.rank_and_world() == (None, None, None)
     monkeypatch.setenv("RANK", "0")  # a launcher of its own
-    assert distributed.place() == (0, 2, 1)
+    assert distributed.rank_and_world() == (0, 2, 1)

@@ -11,13 +11,12 @@ import numpy as np
 import polars as pl
 import pytest
 
-from traceloom.chakra.astra_sim import AstraSim, to_astra_sim
-from traceloom.chakra.node_table import NodeTable, read_table
-from traceloom.chakra.schema import CollectiveCommType, NodeType
-from traceloom.chakra.validation import validate
 from traceloom.errors import OutputError
-from traceloom.model.graph import Graph
-from traceloom.model.graph_schema import GRAPH_SCHEMAS
+from traceloom.formats.chakra.et_pb2 import CollectiveCommType, NodeType
+from traceloom.formats.chakra.nodes import NodeTable, read_table
+from traceloom.graph.graph import GRAPH_SCHEMAS, Graph
+from traceloom.workload.chakra.astra_sim import AstraSim, to_astra_sim
+from traceloom.workload.chakra.validate import validate
 
 US = 1000
 
@@ -317,7 +316,7 @@ class TestOrder:
         assert "target-added-order" not in said(to_astra_sim(made.graph()))
 
     def test_added_order_is_told_apart_when_the_files_are_read_back(self, tmp_path: Path) -> None:
-        from traceloom.chakra.graph import read_graph
+        from traceloom.workload.chakra.graph_read import read_graph
 
         made = Made()
         parts = [made.node("collective", made.lane(rank, "device"), 100 * rank, 150 - 100 * rank) for rank in range(2)]
@@ -382,8 +381,8 @@ class TestCommunication:
         assert [f.nodes["pg_name"].to_list() for f in files] == [[None, "1", "1"], [None], [None, "1", "1"]]
 
     def test_collectives_that_nobody_joined_are_joined_by_their_order(self, tmp_path: Path) -> None:
-        from traceloom.chakra.generate import TransformerOptions, transformer, write_generated
-        from traceloom.chakra.graph import read_graph
+        from traceloom.workload.chakra.generate import TransformerOptions, transformer, write_generated
+        from traceloom.workload.chakra.graph_read import read_graph
 
         files = write_generated(transformer(TransformerOptions(hidden=64)), tmp_path / "made")
         converted = to_astra_sim(read_graph([path for path in files if path.suffix == ".et"]))
@@ -549,11 +548,11 @@ def test_dlrm_of_eight_ranks_is_accepted_and_gives_back_the_measured_time(
     shared_data: Path, tmp_path: Path, gpu_only: bool
 ) -> None:
     from traceloom import load
-    from traceloom.link.job import join
-    from traceloom.link.rank import link_rank
+    from traceloom.graph.job import join_ranks
+    from traceloom.graph.rank import link_rank
 
     traces = load(*[shared_data / "multirank" / f"dlrm_rank{rank}.kineto.json.gz" for rank in range(8)]).traces
-    graph = join([link_rank(trace, None) for trace in traces])
+    graph = join_ranks([link_rank(trace, None) for trace in traces])
     converted = to_astra_sim(graph, gpu_only=gpu_only)
     files = tables(converted, tmp_path)
     assert [f.nodes.filter(pl.col("type") == NodeType.COMM_COLL_NODE).height for f in files] == [8] * 8

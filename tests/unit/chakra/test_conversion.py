@@ -9,10 +9,10 @@ import pytest
 
 from support.small_graph import small_graph
 from support.workload import METADATA, collective, node, write_set
-from traceloom.chakra.conversion import ConversionInput, form_of, open_messages, rank_files, write_messages
-from traceloom.chakra.graph import read_graph
-from traceloom.chakra.validation import validate
 from traceloom.errors import InputError, OutputError, UsageError
+from traceloom.workload.chakra.convert import ConversionInput, form_of, open_messages, rank_files, write_messages
+from traceloom.workload.chakra.graph_read import read_graph
+from traceloom.workload.chakra.validate import validate
 
 NODES = [node(1, us=5), node(2, deps=[1], us=7)]
 

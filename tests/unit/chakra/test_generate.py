@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from traceloom.chakra.generate import (
+from traceloom.cli import main
+from traceloom.errors import UsageError
+from traceloom.formats.chakra.et_pb2 import NodeType
+from traceloom.formats.chakra.nodes import NodeTable, read_table
+from traceloom.workload.chakra.generate import (
     ALGORITHMS,
     KINDS,
     CollectiveOptions,
@@ -19,11 +23,7 @@ from traceloom.chakra.generate import (
     transformer,
     write_generated,
 )
-from traceloom.chakra.node_table import NodeTable, read_table
-from traceloom.chakra.schema import NodeType
-from traceloom.chakra.validation import validate
-from traceloom.cli import main
-from traceloom.errors import UsageError
+from traceloom.workload.chakra.validate import validate
 
 MESSAGES = {
     ("ring", "all_reduce"): lambda n: 2 * (n - 1) * n,

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from traceloom.chakra.generate import (
+from traceloom.errors import UsageError
+from traceloom.formats.chakra.et_pb2 import CollectiveCommType, NodeType
+from traceloom.workload.chakra.generate import (
     KINDS,
     CollectiveOptions,
     Generated,
@@ -16,12 +18,10 @@ from traceloom.chakra.generate import (
     TransformerOptions,
     collectives,
     pipeline,
+    schedule_of,
     transformer,
 )
-from traceloom.chakra.generate.pipeline import schedule_of
-from traceloom.chakra.schema import CollectiveCommType, NodeType
-from traceloom.errors import UsageError
-from traceloom.schedules import KINDS_OF
+from traceloom.workload.collective_algorithms import KINDS_OF
 
 SEND, RECEIVE = NodeType.COMM_SEND_NODE, NodeType.COMM_RECV_NODE
 Nodes = list[dict[str, Any]]

@@ -10,12 +10,11 @@ import pytest
 from polars.testing import assert_frame_equal
 
 from support.small_graph import small_graph
-from traceloom.chakra.graph import from_messages, groups, read_graph, to_messages, write_rank, write_ranks
-from traceloom.chakra.schema import GlobalMetadata, Node, NodeType
-from traceloom.chakra.stream import EtReader, write
 from traceloom.errors import InputError, OutputError, UsageError
-from traceloom.model.graph import Graph
-from traceloom.model.graph_schema import GRAPH_SCHEMAS, empty_frame
+from traceloom.formats.chakra.et_pb2 import GlobalMetadata, Node, NodeType
+from traceloom.formats.chakra.files import EtReader, write
+from traceloom.graph.graph import GRAPH_SCHEMAS, Graph, empty_frame
+from traceloom.workload.chakra.graph_read import from_messages, groups, read_graph, to_messages, write_rank, write_ranks
 
 
 def same(one: Graph, other: Graph) -> None:

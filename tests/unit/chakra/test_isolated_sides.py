@@ -9,11 +9,19 @@ from pathlib import Path
 import pytest
 
 from support.workload import METADATA, attribute, collective, node, receive, send, write_set
-from traceloom.chakra.conversion import ConversionInput, open_messages, write_messages
-from traceloom.chakra.graph import blocks_of
-from traceloom.chakra.isolation import Isolated, isolate, metadata_of_side, remaining, shape
-from traceloom.chakra.schema import GlobalMetadata, Node, NodeType
 from traceloom.errors import InputError, OutputError
+from traceloom.formats.chakra.et_pb2 import GlobalMetadata, Node, NodeType
+from traceloom.workload.chakra.convert import (
+    ConversionInput,
+    Isolated,
+    isolate,
+    metadata_of_side,
+    open_messages,
+    remaining,
+    shape,
+    write_messages,
+)
+from traceloom.workload.chakra.graph_read import blocks_of
 
 COMMUNICATION = {NodeType.COMM_SEND_NODE, NodeType.COMM_RECV_NODE, NodeType.COMM_COLL_NODE}
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traceloom.chakra.graph import blocks_of
-from traceloom.chakra.isolation import isolate, metadata_of_side, remaining, shape
-from traceloom.chakra.schema import GlobalMetadata, Node, NodeType
 from traceloom.errors import InputError
+from traceloom.formats.chakra.et_pb2 import GlobalMetadata, Node, NodeType
+from traceloom.workload.chakra.convert import isolate, metadata_of_side, remaining, shape
+from traceloom.workload.chakra.graph_read import blocks_of
 
 COMM, COMP = NodeType.COMM_COLL_NODE, NodeType.COMP_NODE
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from google.protobuf.json_format import MessageToJson
 
-from traceloom.chakra.conversion import open_messages, rank_files, write_messages
-from traceloom.chakra.schema import GlobalMetadata, Node, NodeType
 from traceloom.errors import InputError
+from traceloom.formats.chakra.et_pb2 import GlobalMetadata, Node, NodeType
+from traceloom.workload.chakra.convert import open_messages, rank_files, write_messages
 
 METADATA = GlobalMetadata(version="1.0.0")
 
@@ -78,8 +78,8 @@ def test_any_layout_of_the_object_is_read(tmp_path: Path, indent: int | None) ->
 
 
 def test_nodes_are_read_across_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("traceloom.packed.UnpackedFile.PIECE", 7)
-    monkeypatch.setattr("traceloom.packed.UnpackedFile.READ", 7)
+    monkeypatch.setattr("traceloom.system.gzip_stream.GzipStream.PIECE", 7)
+    monkeypatch.setattr("traceloom.system.gzip_stream.GzipStream.READ", 7)
     for ending in (".json", ".jsonl"):
         write_messages(tmp_path / f"a{ending}", METADATA, some_nodes(20))
         assert read(tmp_path / f"a{ending}") == (METADATA, some_nodes(20), [])

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from google.protobuf.json_format import MessageToDict
 
-from traceloom.chakra.json_messages import from_feeder, from_object, to_object
-from traceloom.chakra.schema import AttributeProto, CollectiveCommType, GlobalMetadata, Node, NodeType
 from traceloom.errors import InputError
+from traceloom.formats.chakra.et_pb2 import AttributeProto, CollectiveCommType, GlobalMetadata, Node, NodeType
+from traceloom.formats.chakra.json import from_feeder, from_object, to_object
 
 WIDE = 2**53  # beyond it, a number is a text
 # kind -> (value, how it stands in JSON), at the limits of each

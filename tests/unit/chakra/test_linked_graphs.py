@@ -10,14 +10,13 @@ import polars as pl
 import pytest
 
 from support.odd_traces import odd_trace
-from traceloom.chakra.conversion import ConversionInput, open_messages
-from traceloom.chakra.graph import read_graph, to_messages, write_rank
-from traceloom.chakra.isolation import Side
-from traceloom.chakra.schema import Node, NodeType
-from traceloom.chakra.validation import validate
-from traceloom.link.rank import link_rank
-from traceloom.model import Graph
-from traceloom.retime import Plan, calibrate
+from traceloom.formats.chakra.et_pb2 import Node, NodeType
+from traceloom.graph import Plan, calibrate
+from traceloom.graph.graph import Graph
+from traceloom.graph.rank import link_rank
+from traceloom.workload.chakra.convert import ConversionInput, Side, open_messages
+from traceloom.workload.chakra.graph_read import read_graph, to_messages, write_rank
+from traceloom.workload.chakra.validate import validate
 
 SEEDS = (0, 3, 6)
 

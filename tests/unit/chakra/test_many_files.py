@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 
 from support.workload import collective, node, receive, send, write_set
-from traceloom.chakra import node_table
-from traceloom.chakra.graph import concatenated, read_graph
-from traceloom.chakra.node_table import NodeTable, read_table, read_tables
-from traceloom.chakra.validation import validate
-from traceloom.chakra.workload import Workload, places, read_workload
 from traceloom.errors import InputError
+from traceloom.formats.chakra import nodes
+from traceloom.formats.chakra.nodes import NodeTable, Workload, places, read_table, read_tables, read_workload
+from traceloom.workload.chakra.graph_read import concatenated, read_graph
+from traceloom.workload.chakra.validate import validate
 
 
 def as_read(table: NodeTable) -> list[object]:
@@ -43,7 +42,7 @@ def files(tmp_path: Path) -> list[Path]:
 def test_files_that_are_read_together_are_as_each_alone(
     files: list[Path], most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node_table, "_MOST", most)
+    monkeypatch.setattr(nodes, "_MOST", most)
     assert [as_read(table) for table in read_tables(files)] == [as_read(read_table(path)) for path in files]
     backwards = files[::-1]
     assert [as_read(table) for table in read_tables(backwards)] == [as_read(read_table(path)) for path in backwards]

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from support.small_graph import small_graph
-from traceloom.chakra.astra_sim import to_astra_sim
-from traceloom.chakra.generate import PipelineOptions, pipeline, write_generated
-from traceloom.chakra.graph import read_graph, write_ranks
-from traceloom.chakra.stream import EtReader, EtWriter, write_with
-from traceloom.model.graph import STAGES
+from traceloom.formats.chakra.files import EtReader, EtWriter, write_with
+from traceloom.graph.graph import STAGES
+from traceloom.workload.chakra.astra_sim import to_astra_sim
+from traceloom.workload.chakra.generate import PipelineOptions, pipeline, write_generated
+from traceloom.workload.chakra.graph_read import read_graph, write_ranks
 
 
 def _files(paths: list[Path]) -> list[Path]:

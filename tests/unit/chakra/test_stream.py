@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from traceloom.chakra.framing import length_prefix
-from traceloom.chakra.schema import GlobalMetadata, Node, NodeType
-from traceloom.chakra.stream import EtReader, write
 from traceloom.errors import InputError, OutputError
+from traceloom.formats.chakra.et_pb2 import GlobalMetadata, Node, NodeType
+from traceloom.formats.chakra.files import EtReader, length_prefix, write
 
 METADATA = GlobalMetadata(version="1.0.0")
 
@@ -247,7 +246,7 @@ def test_a_missing_file_and_a_directory_are_unreadable(tmp_path: Path) -> None:
 
 
 def test_a_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("traceloom.packed.UnpackedFile.BOMB_BYTES", 1 << 22)
+    monkeypatch.setattr("traceloom.system.gzip_stream.GzipStream.BOMB_BYTES", 1 << 22)
     path = tmp_path / "a.et.gz"
     metadata = METADATA.SerializeToString()
     node = length_prefix(1 << 24) + bytes(1 << 24)
@@ -277,8 +276,8 @@ def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
 
 _MEMORY = """
 import sys
-from traceloom.chakra.schema import GlobalMetadata, Node
-from traceloom.chakra.stream import EtReader, write
+from traceloom.formats.chakra.et_pb2 import GlobalMetadata, Node
+from traceloom.formats.chakra.files import EtReader, write
 write(sys.argv[1], GlobalMetadata(version="1"), (Node(id=n, name="aten::mm " * 8, data_deps=[n]) for n in range(int(sys.argv[2]))))
 with EtReader(sys.argv[1]) as reader:
     count = sum(1 for _ in reader)

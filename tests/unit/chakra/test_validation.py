@@ -15,12 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.workload import attribute, collective, node, receive, send, write_set
-from traceloom.chakra import stream
-from traceloom.chakra.node_table import EXPECTED
-from traceloom.chakra.schema import GlobalMetadata
-from traceloom.chakra.validation import RULES, Problem, Target, validate
 from traceloom.cli import main
 from traceloom.errors import InputError, UsageError
+from traceloom.formats.chakra import files
+from traceloom.formats.chakra.et_pb2 import GlobalMetadata
+from traceloom.formats.chakra.nodes import EXPECTED
+from traceloom.workload.chakra.validate import validate
+from traceloom.workload.chakra.validation_rules import RULES, Problem, Target
 
 Make = Callable[[Path], object]
 ROOT = Path(__file__).resolve().parents[3]
@@ -50,7 +51,7 @@ def with_a_gap(home: Path) -> None:
 
 def twice(home: Path) -> None:
     write_set(home, [node(1)])
-    stream.write(home / "w.0.et.gz", GlobalMetadata(version="1"), [node(1)])
+    files.write(home / "w.0.et.gz", GlobalMetadata(version="1"), [node(1)])
 
 
 def renamed(home: Path) -> None:
@@ -340,7 +341,7 @@ def test_all_ids_are_in_the_verdict_and_few_in_words(tmp_path: Path) -> None:
 
 def test_two_sets_in_one_directory_are_two_sets(tmp_path: Path) -> None:
     write_set(tmp_path, [collective(1)])
-    stream.write(tmp_path / "other.0.et", GlobalMetadata(version="1"), [collective(1, size=8)])
+    files.write(tmp_path / "other.0.et", GlobalMetadata(version="1"), [collective(1, size=8)])
     assert validate(tmp_path).problems == ()
 
 
@@ -349,7 +350,7 @@ def test_random_orders_are_settled_as_a_plain_search_settles_them() -> None:
 
     import numpy as np
 
-    from traceloom.chakra.validation.waiting import Arcs, circles, settle
+    from traceloom.workload.chakra.check_files import Arcs, circles, settle
 
     chance = random.Random(7)
     for _ in range(300):

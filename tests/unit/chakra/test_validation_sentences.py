@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from support.workload import collective, node, receive, send, write_set
-from traceloom.chakra.group_file import group_text, read_groups
-from traceloom.chakra.schema import Node, NodeType
-from traceloom.chakra.validation import Problem, Target, validate
 from traceloom.errors import InputError
+from traceloom.formats.chakra.et_pb2 import Node, NodeType
+from traceloom.formats.chakra.files import group_text, read_groups
+from traceloom.workload.chakra.validate import validate
+from traceloom.workload.chakra.validation_rules import Problem, Target
 
 
 def problems(home: Path, *ranks: list[Node], target: Target = "chakra", groups: object = None) -> dict[str, Problem]:

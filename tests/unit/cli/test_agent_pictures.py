@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rich.text import Text
 
 from support.filled import filled
-from traceloom.agent.http import answers
+from traceloom.agent import api
 from traceloom.agent.metrics import METRICS
 from traceloom.cli import agent_views as views
 
@@ -53,7 +53,7 @@ def test_the_state_of_an_agent_says_how_long_it_runs_and_what_fails(width: int) 
         collector("gpu"), collector("cpu", runs=0, period_seconds=10.0),
         collector(EVIL, runs=1500, failures={"a": 1, "b": 2}, trouble=f"no permission {EVIL}"),
     ]  # fmt: skip
-    lines = shown(views.status(filled(answers.StatusAnswer, state(collectors=collectors)), width), width)
+    lines = shown(views.status(filled(api.StatusAnswer, state(collectors=collectors)), width), width)
     assert lines[:3] == [
         "Agent of node1: up 1 day, 1:01:01, pid 7, version 1.2",
         "8 devices, 2 processes that matter, 1\u202f234 series",
@@ -71,7 +71,7 @@ def test_what_is_wrong_with_an_agent_is_said() -> None:
         host=EVIL, stale_devices=2, history={"bytes": 0, "lost_ticks": 3.0}, history_trouble="the disk is full",
         publishers={"otlp": "", "service": EVIL},
     )  # fmt: skip
-    lines = shown(views.status(filled(answers.StatusAnswer, wrong), 100), 100)
+    lines = shown(views.status(filled(api.StatusAnswer, wrong), 100), 100)
     assert "8 devices, 2 stale, 2 processes" in lines[1]
     assert lines[2] == "History: 0 B on disk, 3 ticks lost"
     assert "in memory alone: the disk is full" in lines[3]
@@ -91,7 +91,7 @@ def test_events_say_when_of_what_and_which(width: int) -> None:
         event(job=f"job {EVIL}" + "x" * 40, kind="oom", code=None),
         event(code=0, text=EVIL * 30),
     ]
-    lines = shown(views.events(filled(list[answers.EventAnswer], rows), width), width)[-3:]
+    lines = shown(views.events(filled(list[api.EventAnswer], rows), width), width)[-3:]
     when = dt.datetime.fromtimestamp(NOW / 1e9, tz=dt.timezone.utc).astimezone().strftime("%d %b %H:%M:%S")
     assert all(when in line for line in lines)
     assert "GPU-0" in lines[0]
@@ -151,8 +151,8 @@ def rule(**changes: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def rules(*of: dict[str, Any], **changes: Any) -> answers.TriggersAnswer:
-    return filled(answers.TriggersAnswer, {
+def rules(*of: dict[str, Any], **changes: Any) -> api.TriggersAnswer:
+    return filled(api.TriggersAnswer, {
         "rules": list(of), "bytes_left": 5_000_000, "bytes_per_day": 20_000_000, "share": 0.01, "trouble": "", **changes
     })  # fmt: skip
 
@@ -199,7 +199,7 @@ def test_stacks_go_from_the_outermost_call_to_the_innermost(width: int) -> None:
         group("thread", [], [], pids=[11, 12], thread=EVIL),
     ]
     answer = {"sentence": "rank 3 waits for data", "groups": groups}
-    lines = shown(views.stacks(filled(answers.StacksAnswer, answer), width, native=False), width)
+    lines = shown(views.stacks(filled(api.StacksAnswer, answer), width, native=False), width)
     text = " ".join(" ".join(lines).split())
     assert lines[0].strip() == "rank 3 waits for data"
     assert "ranks 0-2, 5: main > step (train.py:10)" in text
@@ -207,9 +207,7 @@ def test_stacks_go_from_the_outermost_call_to_the_innermost(width: int) -> None:
     assert "process 900 of rank 4: fetch (w.py:3)" in text
     assert "no call that can be seen" in text
     assert "--native tells which" in text
-    assert "--native" not in " ".join(
-        shown(views.stacks(filled(answers.StacksAnswer, answer), width, native=True), width)
-    )
+    assert "--native" not in " ".join(shown(views.stacks(filled(api.StacksAnswer, answer), width, native=True), width))
 
 
 def test_a_trace_tells_what_it_makes_possible_and_what_it_lacks() -> None:
@@ -217,7 +215,7 @@ def test_a_trace_tells_what_it_makes_possible_and_what_it_lacks() -> None:
         "job": "a", "dtype_mix": {"float32": 1.0, "bfloat16": 3.0}, "flops_per_step": 2.5e15, "roofline_ratio": 0.625,
         "copied_bytes_per_step": 1e6,
     }  # fmt: skip
-    _, flops, types, roofline, copied = shown(views.learned(filled(answers.TraceAnswer, answer)))
+    _, flops, types, roofline, copied = shown(views.learned(filled(api.TraceAnswer, answer)))
     assert flops.split()[:3] == ["FLOPs", "2.50", "PFLOP"]
     assert "bfloat16 75%, float32 25%" in types, "the most first"
     assert "62.5%" in roofline
@@ -229,11 +227,11 @@ def test_a_trace_tells_what_it_makes_possible_and_what_it_lacks() -> None:
         "roofline_ratio": None,
         "copied_bytes_per_step": None,
     }
-    lines = shown(views.learned(filled(answers.TraceAnswer, nothing)))
+    lines = shown(views.learned(filled(api.TraceAnswer, nothing)))
     assert sum("not in the trace" in line for line in lines) == 4
     assert "--shapes" in lines[-1]
     measured = {**nothing, "flops_per_step": 0.0, "roofline_ratio": 0.0, "copied_bytes_per_step": 0.0}
-    zero = shown(views.learned(filled(answers.TraceAnswer, measured)))
+    zero = shown(views.learned(filled(api.TraceAnswer, measured)))
     assert sum("not in the trace" in line for line in zero) == 1, "measured to be nothing is not unknown"
 
 
@@ -258,13 +256,13 @@ def test_numbers_of_curves_have_their_unit(unit: str, number: float, written: st
         "metric": "m", "unit": unit, "since_ns": NOW, "until_ns": NOW,
         "series": [{"labels": {}, "times_ns": [NOW], "values": [number]}, {"labels": {}, "times_ns": [], "values": []}],
     }  # fmt: skip
-    line = shown(views.query(filled(answers.QueryAnswer, answer), {}, 100), 100)[-1]
+    line = shown(views.query(filled(api.QueryAnswer, answer), {}, 100), 100)[-1]
     assert line.count(written) == 3, "last, least and most"
 
 
 def test_of_a_metric_that_nothing_is_known_of_it_is_said_who_knows_why() -> None:
     answer = {"metric": "m", "unit": "", "since_ns": NOW, "until_ns": NOW, "series": []}
-    assert "traceloom agent doctor" in " ".join(shown(views.query(filled(answers.QueryAnswer, answer), {}, 100), 100))
+    assert "traceloom agent doctor" in " ".join(shown(views.query(filled(api.QueryAnswer, answer), {}, 100), 100))
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=200))
@@ -273,7 +271,7 @@ def test_a_curve_is_highest_where_its_values_are(values: list[float]) -> None:
         "metric": "m", "unit": "", "since_ns": 0, "until_ns": len(values) * SECOND,
         "series": [{"labels": {}, "times_ns": [at * SECOND for at in range(len(values))], "values": values}],
     }  # fmt: skip
-    line = shown(views.query(filled(answers.QueryAnswer, answer), {}, 120), 120)[-1]
+    line = shown(views.query(filled(api.QueryAnswer, answer), {}, 120), 120)[-1]
     curve = re.findall(r"[▁▂▃▄▅▆▇█]+$", line)
     assert curve, line
     assert len(curve[0]) <= min(60, len(values))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from support.filled import filled
-from traceloom.agent.http import answers
+from traceloom.agent import api
 from traceloom.cli import agent
 from traceloom.cli import agent_views as views
 from traceloom.errors import InputError
@@ -19,8 +19,8 @@ def shown(lines: Any) -> list[str]:
     return [line.plain.rstrip() for line in lines]
 
 
-def answer(series: dict[str, tuple[list[int], list[float]]]) -> answers.QueryAnswer:
-    return filled(answers.QueryAnswer, {
+def answer(series: dict[str, tuple[list[int], list[float]]]) -> api.QueryAnswer:
+    return filled(api.QueryAnswer, {
         "metric": "traceloom_gpu_power_watts", "unit": "watts", "since_ns": 0, "until_ns": 600 * SECOND,
         "series": [
             {"labels": {"device": device}, "times_ns": [at * SECOND for at in times], "values": values}
@@ -49,17 +49,17 @@ def hang(**changes: Any) -> dict[str, Any]:
     ids=["hangs", "recovered", "ended", "unknown", "off", "not-yet"],
 )
 def test_a_hang_is_told_with_what_became_of_it(changes: dict[str, Any], first: str, last: str) -> None:
-    lines = shown(views.hangs(filled(answers.HangsAnswer, {"hangs": [hang(**changes)], "watched": ["slurm-42"]}), 100))
+    lines = shown(views.hangs(filled(api.HangsAnswer, {"hangs": [hang(**changes)], "watched": ["slurm-42"]}), 100))
     assert lines[0].startswith("slurm-42  since ")
     assert lines[0].endswith(first)
     assert lines[1:] == ["  rank 3 is in `load_batch` (train.py:7)", f"  {last}"]
 
 
 def test_without_a_hang_it_is_said_of_how_many_jobs_that_is_known() -> None:
-    assert shown(views.hangs(filled(answers.HangsAnswer, {"hangs": [], "watched": ["a", "b"]}), 100)) == [
+    assert shown(views.hangs(filled(api.HangsAnswer, {"hangs": [], "watched": ["a", "b"]}), 100)) == [
         " No job of yours hangs; steps are known of 2 jobs."
     ]
-    lines = " ".join(shown(views.hangs(filled(answers.HangsAnswer, {"hangs": [], "watched": []}), 100)))
+    lines = " ".join(shown(views.hangs(filled(api.HangsAnswer, {"hangs": [], "watched": []}), 100)))
     assert "as far as is known" in lines
     assert "traceloom agent doctor" in lines
 
@@ -67,9 +67,7 @@ def test_without_a_hang_it_is_said_of_how_many_jobs_that_is_known() -> None:
 def test_a_process_that_hangs_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(views.time, "time_ns", lambda: 100 * SECOND)
     rows = [process(1, rank=0) | {"hung_since_ns": 10 * SECOND}, process(2, rank=1) | {"steps_per_second": 2.5}]
-    _, first, second = shown(
-        views.processes(filled(answers.ProcessesAnswer, {"processes": rows, "hidden": 0}), [], 140)
-    )
+    _, first, second = shown(views.processes(filled(api.ProcessesAnswer, {"processes": rows, "hidden": 0}), [], 140))
     assert "hangs 90.0 s" in first
     assert "2.5" in second
 
@@ -106,7 +104,7 @@ def process(pid: int, **owner: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("width", [80, 140])
 def test_a_narrow_terminal_has_room_for_the_command(width: int) -> None:
     rows = [process(1), process(2, job="torchelastic-e8071123-9f1c-4e02", rank=0, world_size=8, framework="pytorch")]
-    lines = shown(views.processes(filled(answers.ProcessesAnswer, {"processes": rows, "hidden": 0}), [], width))
+    lines = shown(views.processes(filled(api.ProcessesAnswer, {"processes": rows, "hidden": 0}), [], width))
     assert all(len(line) <= width for line in lines)
     assert all("python train.py" in line for line in lines[1:])
     assert "GPUs" not in lines[0]  # nobody has one
@@ -118,7 +116,7 @@ def test_the_doctor_says_first_how_much_works() -> None:
         {"area": area, "name": name, "works": works, "why": "for a reason " * 12, "help": "do this"}
         for area, name, works in (("extras", "otlp", "no"), ("collect", "cpu", "yes"), ("rights", "user", "partly"))
     ]
-    lines = shown(views.doctor(filled(answers.DoctorAnswer, {"checks": checks}), 80, running=True))
+    lines = shown(views.doctor(filled(api.DoctorAnswer, {"checks": checks}), 80, running=True))
     assert lines[0] == " Of 3 things, 1 work, 1 work in part, 1 do not work."
     areas = [line for line in lines if line and not line.startswith(" ")]
     assert areas == ["rights", "collect", "extras"]
@@ -139,5 +137,5 @@ def test_labels_leave_room_for_the_curve_where_there_is_any(labels: dict[str, st
 )
 def test_what_is_no_answer_of_an_agent_is_refused(said: Any) -> None:
     with pytest.raises(InputError) as refused:
-        agent._read(said, answers.HangsAnswer)
+        agent._read(said, api.HangsAnswer)
     assert refused.value.slug == "agent-unclear"

@@ -11,7 +11,7 @@ from support.documents import check_document
 from support.jobs import Recipe, training_job
 from traceloom.cli import main, outputs, parser
 from traceloom.report.documents.calibration import CalibrationDocument
-from traceloom.simulate.machine import read_machine
+from traceloom.workload.simulate.machine_file import read_machine
 
 
 @pytest.fixture(scope="module")
@@ -71,4 +71,4 @@ def test_runs_and_this_machine_have_options_of_their_own(
 
 def test_the_proposed_command_means_the_same() -> None:
     args = parser(["calibrate"]).parse_args(["calibrate", "--here", "--precision", "5%"])
-    assert outputs.repeated(args, "machine.toml") == "traceloom calibrate --here --precision 5% -o machine.toml"
+    assert outputs.repeat_command(args, "machine.toml") == "traceloom calibrate --here --precision 5% -o machine.toml"

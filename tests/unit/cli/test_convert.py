@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from support.small_graph import small_graph
-from traceloom.chakra.conversion import write_messages
-from traceloom.chakra.graph import write_ranks
-from traceloom.chakra.schema import GlobalMetadata, Node, NodeType
-from traceloom.chakra.stream import EtReader
 from traceloom.cli import main
-from traceloom.model.graph_store import load, save
+from traceloom.formats.chakra.et_pb2 import GlobalMetadata, Node, NodeType
+from traceloom.formats.chakra.files import EtReader
+from traceloom.graph.graph import load, save
+from traceloom.workload.chakra.convert import write_messages
+from traceloom.workload.chakra.graph_read import write_ranks
 
 
 def convert(*arguments: object) -> int:

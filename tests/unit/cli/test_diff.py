@@ -11,13 +11,14 @@ import pytest
 from support.pages import words
 from traceloom.analyze import compare
 from traceloom.cli import main
-from traceloom.model import Session
-from traceloom.report.comparison import build, markdown, page, terminal
-from traceloom.report.comparison.tables import tables
-from traceloom.report.options import ReportOptions
-from traceloom.report.views.terminal.bars import from_the_middle
-from traceloom.report.views.terminal.sections import table_lines
+from traceloom.report import comparison
+from traceloom.report.comparison import build, tables
+from traceloom.report.document import ReportOptions
+from traceloom.report.views import markdown
+from traceloom.report.views.terminal import table_lines
+from traceloom.report.views.terminal_table import signed_bar
 from traceloom.testing import TraceBuilder
+from traceloom.trace.session import Session
 
 EVIL = "</script><b>kernel|`x`\x1b[31m"
 
@@ -106,17 +107,19 @@ def test_two_runs_in_one_side_are_refused(
 
 def test_conditions_stand_before_any_verdict() -> None:
     told = document(trace(35, device="AMD Instinct MI300X", generation="rocm"))
-    lines = [line.plain for line in terminal.render(told, 10, 100)]
+    lines = [line.plain for line in comparison.render_terminal(told, 10, 100)]
     text = "\n".join(lines)
     assert text.index("The conditions differ") < text.index("The step takes")
     assert text.index("Conditions that differ") < text.index("Where the difference lies")
-    assert markdown.render(told).index("conditions differ") < markdown.render(told).index("The step takes")
+    assert markdown.render_comparison_markdown(told).index("conditions differ") < markdown.render_comparison_markdown(
+        told
+    ).index("The step takes")
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_lines_fit_the_terminal(width: int) -> None:
     told = document(trace(35, kernel="x" * 300, device="AMD Instinct MI300X", generation="rocm"))
-    lines = [line.plain for line in terminal.render(told, 10, width)]
+    lines = [line.plain for line in comparison.render_terminal(told, 10, width)]
     assert all(len(line) <= width for line in lines)
     assert any("the step" in line for line in lines)
 
@@ -149,12 +152,12 @@ def test_a_change_is_of_the_row_and_of_the_step() -> None:
     assert rows["compute"]["of_step"] == pytest.approx(0.15, abs=0.01)
     assert sum(row["of_step"] for row in told["breakdown"]) == pytest.approx(told["change"])
     assert [row["duration_change"] for row in told["operators"]] == [0.75, None]
-    text = markdown.render(told)
+    text = markdown.render_comparison_markdown(told)
     assert "| +75.0 % | +15.0 % |" in text
 
 
 def test_a_bar_from_the_middle_says_which_side_it_is_of_without_colour() -> None:
-    bars = [from_the_middle(value, 100, 15).plain for value in (100, -50, 0, 1, -1)]
+    bars = [signed_bar(value, 100, 15).plain for value in (100, -50, 0, 1, -1)]
     assert bars == ["       │███████", "   ████│       ", "       │       ", "       │▏      ", "      ▕│       "]
 
 
@@ -164,22 +167,22 @@ def test_the_call_tree_is_bounded_and_says_so(monkeypatch: pytest.MonkeyPatch) -
     assert (tree[0]["parent"], tree[0]["base_duration_ns"], tree[0]["new_duration_ns"]) == (None, 20_000, 35_000)
     assert [row["name"] for row in tree] == ["(all)", "main thread", "aten::mm", "(outside operators)"]
     assert tree[0]["base_host_ns"] == told["base_ns"]
-    assert "smaller boxes" not in page.call_tree(tree)
-    monkeypatch.setattr(page, "_MOST_BOXES", 2)
-    assert "2 smaller boxes are counted to those above them" in page.call_tree(tree)
+    assert "smaller boxes" not in comparison.call_tree(tree)
+    monkeypatch.setattr(comparison, "_MOST_BOXES", 2)
+    assert "2 smaller boxes are counted to those above them" in comparison.call_tree(tree)
 
 
 def test_names_are_text_in_every_view() -> None:
     told = document(trace(kernel=EVIL))
-    shown = page.render(told)
+    shown = comparison.render(told)
     assert "</script><b>" not in shown
     assert "</script><b>kernel" in words(shown)
-    assert "\x1b" not in markdown.render(told)
-    assert not any("\x1b" in line.plain for line in terminal.render(told, 10, 100))
+    assert "\x1b" not in markdown.render_comparison_markdown(told)
+    assert not any("\x1b" in line.plain for line in comparison.render_terminal(told, 10, 100))
 
 
 def test_the_page_asks_nothing_of_the_network_and_holds_every_table() -> None:
-    shown = page.render(document(trace(35, device="AMD Instinct MI300X", generation="rocm")))
+    shown = comparison.render(document(trace(35, device="AMD Instinct MI300X", generation="rocm")))
     assert "http://" not in shown.replace("http://www.w3.org/2000/svg", "")
     for identity in (
         "diff-conditions",

@@ -9,10 +9,10 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from traceloom.chakra.validation.rules import RULES as VALIDATION_RULES
 from traceloom.cli import explain, main
 from traceloom.errors import DOCUMENTATION
 from traceloom.findings import RULES
+from traceloom.workload.chakra.validation_rules import RULES as VALIDATION_RULES
 
 ROOT = Path(__file__).parents[3]
 NAMES = [entry.slug for entry in explain.entries()]

@@ -16,8 +16,8 @@ for package in ("sqlalchemy", "obstore", "deltalake", "prometheus_client", "uvic
 
 from support.answering import DAYS, AnsweringService, answering  # noqa: E402
 from support.prometheus import free_port  # noqa: E402
-from traceloom.agent.uplink.client import ServiceClient  # noqa: E402
-from traceloom.agent.uplink.messages import (  # noqa: E402
+from traceloom.agent.fleet_link.client import ServiceClient  # noqa: E402
+from traceloom.agent.fleet_link.protocol import (  # noqa: E402
     ClockOffset,
     Enrolled,
     Enrolment,
@@ -28,7 +28,7 @@ from traceloom.agent.uplink.messages import (  # noqa: E402
 )
 from traceloom.cli import main  # noqa: E402
 from traceloom.cli.fleet import ACTIONS  # noqa: E402
-from traceloom.testing.weeks import Weeks, WeeksRecipe, made_weeks  # noqa: E402
+from traceloom.testing.fleet_weeks import Weeks, WeeksRecipe, made_weeks  # noqa: E402
 
 TIME = ["--since", DAYS["since"], "--until", DAYS["until"]]
 # What each needs beside its name, so that it asks the service.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from traceloom.harmless import HarmlessStream, steering
+from traceloom.system.sanitize import SanitizedStream, unsanitized
 from traceloom.testing import TraceBuilder
 
 HOSTILE = "a\x1b[2Jb\x07\x9b31m\u202ec\r"
@@ -20,13 +20,13 @@ _OURS = re.compile(r"\x1b\[[0-9;]*m|\r\x1b\[K")  # colours, and the line of prog
 
 def test_a_stream_spells_what_could_steer_and_keeps_lines_and_tabs() -> None:
     beneath = io.BytesIO()
-    stream = HarmlessStream(io.TextIOWrapper(beneath, "utf-8"))
+    stream = SanitizedStream(io.TextIOWrapper(beneath, "utf-8"))
     assert stream.write(f"{HOSTILE}\tend\n") == len(HOSTILE) + 5
     stream.write("\udc80")
     stream.flush()
     assert beneath.getvalue().decode() == "a\\x1b[2Jb\\x07\\x9b31m\\u202ec\\x0d\tend\n\\udc80"
-    steering(stream).write("\x1b[1m")
-    steering(stream).flush()
+    unsanitized(stream).write("\x1b[1m")
+    unsanitized(stream).flush()
     assert beneath.getvalue().endswith(b"\x1b[1m")
 
 

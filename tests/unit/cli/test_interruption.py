@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from traceloom import leaving
+from traceloom.system import process
 from traceloom.testing import TraceBuilder
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes as Linux shows them")
@@ -127,9 +127,9 @@ def test_ctrl_c_at_any_instant_ends_a_verb_at_once_with_130_and_leaves_nothing(
 def test_what_must_not_be_cut_in_two_is_not(tmp_path: Path) -> None:
     code = """
 import os, signal
-from traceloom import leaving
-leaving.begin()
-with leaving.undone_on_leaving(lambda: os.write(1, b"undone ")), leaving.put_off():
+from traceloom.system import process as leaving
+leaving.install_signal_handlers()
+with leaving.clean_up_on_exit(lambda: os.write(1, b"undone ")), leaving.defer_signals():
     os.kill(os.getpid(), signal.SIGINT)
     signal.raise_signal(signal.SIGINT)
     print("whole", end=" ", flush=True)
@@ -142,9 +142,9 @@ print("not here")
 def test_sigterm_cleans_up_too_and_is_still_what_ended_the_process(tmp_path: Path) -> None:
     code = """
 import os, signal
-from traceloom import leaving
-leaving.begin()
-with leaving.undone_on_leaving(lambda: os.write(1, b"undone")):
+from traceloom.system import process as leaving
+leaving.install_signal_handlers()
+with leaving.clean_up_on_exit(lambda: os.write(1, b"undone")):
     os.kill(os.getpid(), signal.SIGTERM)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -152,7 +152,7 @@ with leaving.undone_on_leaving(lambda: os.write(1, b"undone")):
 
 
 def test_who_ignores_ctrl_c_goes_on_ignoring_it() -> None:
-    code = "from traceloom import leaving; leaving.begin(); import signal; print(signal.getsignal(signal.SIGINT))"
+    code = "from traceloom.system import process as leaving; leaving.install_signal_handlers(); import signal; print(signal.getsignal(signal.SIGINT))"
     command = f"trap '' INT; {sys.executable} -c '{code}'"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert "SIG_IGN" in done.stdout or done.stdout == "1\n"
@@ -161,13 +161,13 @@ def test_who_ignores_ctrl_c_goes_on_ignoring_it() -> None:
 def test_a_process_that_reads_ends_when_its_parent_is_killed(traces: Path, tmp_path: Path) -> None:
     code = """
 import os, signal, sys, threading
-from traceloom import workers
-started = workers.Worker.__init__
+from traceloom.system import processes as workers
+started = workers.WorkerProcess.__init__
 def start(worker, main):
     started(worker, main)
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
-workers.Worker.__init__ = start
-from traceloom.read import load
+workers.WorkerProcess.__init__ = start
+from traceloom.formats import load
 load(sys.argv[1], cache=False)
 """
     process = subprocess.Popen(
@@ -185,4 +185,4 @@ load(sys.argv[1], cache=False)
 
 
 def test_an_embedding_program_unwinds_as_ever() -> None:
-    assert signal.getsignal(signal.SIGINT) is not leaving._leave
+    assert signal.getsignal(signal.SIGINT) is not process._exit_on_signal

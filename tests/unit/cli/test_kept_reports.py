@@ -39,7 +39,7 @@ def trace(path: Path, *names: str) -> Path:
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock goes on: what was written before this is older than a tick of any file system's clock."""
     now = time.time_ns
-    monkeypatch.setattr("traceloom.storage.cache.time.time_ns", lambda: now() + 10 * 10**9)
+    monkeypatch.setattr("traceloom.trace.cache.time.time_ns", lambda: now() + 10 * 10**9)
 
 
 def shown(capsys: pytest.CaptureFixture[str], *words: object) -> str:

@@ -15,7 +15,7 @@ from support.fuzzing.seeds import FORMATS, trace
 from support.fuzzing.trying import LOST, VERBS, captured
 from support.workload import collective, node, write_set
 from traceloom.cli import main
-from traceloom.read import read_kineto
+from traceloom.formats import read_kineto
 
 
 def tried(kind: str, source: Path, home: Path) -> None:

@@ -12,7 +12,7 @@ from support.fuzzing.trying import captured
 from traceloom.cli import VERBS, main
 from traceloom.cli.outputs import format_of
 from traceloom.errors import UsageError
-from traceloom.report.formats import FORMATS
+from traceloom.report.views.files import FORMATS
 
 ENDINGS = {ending: form for form in FORMATS for ending in form.endings}
 

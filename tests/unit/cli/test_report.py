@@ -14,10 +14,10 @@ import pytest
 import traceloom
 from support.hand_job import hand_rank
 from traceloom.cli import main
-from traceloom.model import Session
 from traceloom.report import ReportOptions, build
 from traceloom.report.views import terminal
 from traceloom.testing import TraceBuilder
+from traceloom.trace.session import Session
 
 HOSTILE = "\x1b[31mevil[/red]\x07 [bold]<script>alert(1)</script> | `x`"
 

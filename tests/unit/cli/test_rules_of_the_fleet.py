@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from traceloom.cli.fleet_triggers import TRIGGER_HEADS, budget_line, trigger_rows
+from traceloom.cli.fleet import TRIGGER_HEADS, budget_line, trigger_rows
 
 FIRED = {"request": "r1", "target": "job a", "what": "its turn"}
 REFUSED = {"target": "", "what": "its turn", "reason": "budget", "detail": "nothing is left"}

@@ -12,13 +12,10 @@ import pytest
 from support.documents import check_document
 from support.workload import collective, node, receive, send, write_set
 from traceloom.cli import main
-from traceloom.model.graph import Graph
-from traceloom.model.graph_schema import GRAPH_SCHEMAS
-from traceloom.model.graph_store import save
+from traceloom.graph.graph import GRAPH_SCHEMAS, Graph, save
 from traceloom.report.documents.workload import NodeDocument, WorkloadSummaryDocument
-from traceloom.report.workload.drawing import HEIGHT, WIDTH, arrange
-from traceloom.report.workload.network import of_graph
-from traceloom.report.workload.picture import Box, Link, Picture, collapsed, neighbourhood
+from traceloom.report.workload import of_graph
+from traceloom.report.workload_drawing import HEIGHT, WIDTH, Box, Link, Picture, arrange, collapsed, neighbourhood
 
 EVIL = "</script><script>alert(1)</script>\x1b[31m<img src=x onerror=alert(2)>"
 

@@ -19,8 +19,8 @@ from support.sessions import EVIL, busy_step
 from support.workload import collective, node, receive, send, write_set
 from traceloom import cli
 from traceloom.cli import VERBS, main
-from traceloom.model.graph_store import load
-from traceloom.report import graph_document
+from traceloom.graph.graph import load
+from traceloom.report import graph as graph_document
 from traceloom.report.sections import NAMES
 from traceloom.testing import TraceBuilder
 

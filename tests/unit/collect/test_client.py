@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traceloom.collect.client import FleetClient, files_of, upload
+from traceloom.cli.upload import FleetClient, files_of, upload
 from traceloom.errors import InputError
 
 TOKEN = "tl_secret"

@@ -13,10 +13,16 @@ import pytest
 from support.dask_cluster import certificates
 from support.prometheus import free_port
 from traceloom import __version__
-from traceloom.collect.cluster import ClusterAnswer, ClusterSettings, DaskEngine, EngineTls, work_here
-from traceloom.collect.engine import EngineTask, TaskError, TaskFile
-from traceloom.collect.executors import engine_of
 from traceloom.errors import InputError, TraceloomError, UsageError
+from traceloom.fleet.service.executors import (
+    ClusterAnswer,
+    ClusterSettings,
+    DaskEngine,
+    EngineTls,
+    engine_of,
+    work_here,
+)
+from traceloom.fleet.service.tasks import EngineTask, TaskError, TaskFile
 
 CONTENT = b"content"
 
@@ -140,7 +146,7 @@ def test_an_engine_that_is_not_there_is_refused() -> None:
 
 def test_a_cluster_that_is_away_costs_a_task_no_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("distributed", reason="the extra `dask` is not installed")
-    monkeypatch.setattr("traceloom.collect.cluster._CONNECT_S", 0.5)
+    monkeypatch.setattr("traceloom.fleet.service.executors._CONNECT_S", 0.5)
     engine = engine_of(f"dask://127.0.0.1:{free_port()}", 1)
     try:
         for ask in (engine.check, engine.submit(check(tmp_path)).result):

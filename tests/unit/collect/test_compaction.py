@@ -13,7 +13,7 @@ for package in ("sqlalchemy", "obstore", "deltalake", "prometheus_client", "uvic
 
 from support.answering import answering  # noqa: E402
 from traceloom.cli import main  # noqa: E402
-from traceloom.store.schemas import SCHEMAS  # noqa: E402
+from traceloom.fleet.store.schema import SCHEMAS  # noqa: E402
 
 TODAY = date(2026, 11, 26)
 _MINUTE_NS = 60 * 10**9

@@ -15,15 +15,19 @@ for package in ("sqlalchemy", "deltalake"):
     pytest.importorskip(package, reason="the extra `fleet` is not installed")
 
 from support.fleet import Stores, add_capture, opened, places  # noqa: E402
-from traceloom.agent.requests.model import Target  # noqa: E402
-from traceloom.agent.uplink.messages import ArmedProcess, Heartbeat, HostProcess, HostReport, UsageRow  # noqa: E402
-from traceloom.collect.hosts import HostDesk  # noqa: E402
-from traceloom.collect.trigger_rules import FleetRules  # noqa: E402
-from traceloom.collect.trigger_watches import FoundInCapture, TableNews, table_news  # noqa: E402
-from traceloom.collect.triggers import FleetTriggers  # noqa: E402
+from traceloom.agent.fleet_link.protocol import ArmedProcess, Heartbeat, HostProcess, HostReport, UsageRow  # noqa: E402
+from traceloom.agent.traces.requests import Target  # noqa: E402
 from traceloom.errors import InputError  # noqa: E402
-from traceloom.store.database import LEADER  # noqa: E402
-from traceloom.store.webhook_state import EVENTS  # noqa: E402
+from traceloom.fleet.rules import FleetRules  # noqa: E402
+from traceloom.fleet.service.requests import HostDesk  # noqa: E402
+from traceloom.fleet.store.database import LEADER  # noqa: E402
+from traceloom.fleet.store.rules import EVENTS  # noqa: E402
+from traceloom.fleet.triggers import (  # noqa: E402
+    FleetTriggers,  # noqa: E402
+    FoundInCapture,
+    TableNews,
+    table_news,
+)
 
 S = 10**9
 DAY = 86_400 * S

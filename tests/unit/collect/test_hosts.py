@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from traceloom.agent.http.answers import RequestError
-from traceloom.agent.requests.model import Target, Wanted
-from traceloom.agent.uplink.messages import (
+from traceloom.agent.fleet_link.protocol import (
     ArmedProcess,
     Enrolment,
     Heartbeat,
@@ -22,10 +20,12 @@ from traceloom.agent.uplink.messages import (
     HostReport,
     UsageRow,
 )
-from traceloom.collect.hosts import HostDesk, HostNow, matching_processes, possible_rows, slowest_and_median
+from traceloom.agent.traces.requests import Target, Wanted
 from traceloom.errors import OutputError
-from traceloom.store.database import LEADER
-from traceloom.store.state import State
+from traceloom.fleet.service.requests import HostDesk, HostNow, matching_processes, possible_rows, slowest_and_median
+from traceloom.fleet.store.captures import State
+from traceloom.fleet.store.database import LEADER
+from traceloom.server.problem import RequestError
 
 WANTED = Wanted(job="j", steps=3)
 CONTENT = b"a trace"
@@ -285,7 +285,7 @@ def test_what_a_service_took_that_is_gone_is_sent_to_the_next(tmp_path: Path) ->
 
 
 def test_while_the_state_does_not_answer_nothing_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("traceloom.store.database._BUSY_MS", 20)
+    monkeypatch.setattr("traceloom.fleet.store.database._BUSY_MS", 20)
 
     async def test(desk: HostDesk) -> None:
         await desk.heartbeat("a", beat(rank(0)))

@@ -12,7 +12,7 @@ pytest.importorskip("htpy")
 
 _LOADED = """
 import sys
-import traceloom.cli.serve, traceloom.collect.executors, traceloom.collect.service, traceloom.portal.app
+import traceloom.cli.serve, traceloom.fleet.service.executors, traceloom.fleet.service.service, traceloom.fleet.portal.app
 print(*sys.modules)
 """
 
@@ -22,10 +22,10 @@ def test_the_service_and_its_pages_load_no_analysis() -> None:
     loaded = subprocess.run([sys.executable, "-c", _LOADED], capture_output=True, text=True, check=True).stdout.split()
     parts = {"analyze", "findings", "link", "read", "report", "retime", "simulate"}
     heavy = {name for name in loaded if name.startswith("traceloom.") and name.split(".")[1] in parts}
-    assert "traceloom.portal.app" in loaded
+    assert "traceloom.fleet.portal.app" in loaded
     assert heavy == {
-        "traceloom.analyze", "traceloom.analyze.gate", "traceloom.analyze.gate.resampling",
-        "traceloom.analyze.idle_causes", "traceloom.read", "traceloom.read.capture_document", "traceloom.report",
-        "traceloom.report.views", "traceloom.report.views.html", "traceloom.report.views.html.frame",
-        "traceloom.report.views.html.text",
+        "traceloom.analyze", "traceloom.analyze.gate", "traceloom.analyze.gate_statistics",
+        "traceloom.analyze.idle", "traceloom.read", "traceloom.formats.capture_document", "traceloom.report",
+        "traceloom.report.views", "traceloom.report.views.html", "traceloom.report.views.page",
+        "traceloom.report.figure",
     }  # fmt: skip

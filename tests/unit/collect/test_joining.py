@@ -17,12 +17,14 @@ for package in ("sqlalchemy", "obstore", "deltalake"):
 from support.fleet import Stores, opened, places  # noqa: E402
 from support.simulated_hosts import CLOCK, made_part, ranked_process  # noqa: E402
 from support.waiting import until  # noqa: E402
-from traceloom.agent.requests.model import Wanted  # noqa: E402
-from traceloom.collect.executors import ProcessEngine  # noqa: E402
-from traceloom.collect.hosts import HostDesk  # noqa: E402
-from traceloom.collect.joining import Joining  # noqa: E402
-from traceloom.collect.pipeline import CapturePipeline  # noqa: E402
-from traceloom.collect.plan import FleetRequest, HostProgress  # noqa: E402
+from traceloom.agent.traces.requests import Wanted  # noqa: E402
+from traceloom.fleet.service.executors import ProcessEngine  # noqa: E402
+from traceloom.fleet.service.pipeline import CapturePipeline  # noqa: E402
+from traceloom.fleet.service.request_plan import FleetRequest, HostProgress  # noqa: E402
+from traceloom.fleet.service.requests import (  # noqa: E402
+    HostDesk,  # noqa: E402
+    Joining,  # noqa: E402
+)
 
 ASKED_NS = 1_790_000_000 * 10**9
 _MOST_S = 120.0
@@ -62,8 +64,8 @@ class JoiningSite(NamedTuple):
 
 
 def at_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, test: Callable[[JoiningSite], Awaitable[None]]) -> None:
-    monkeypatch.setattr("traceloom.collect.joining._LOOK_S", 0.02)
-    monkeypatch.setattr("traceloom.store.state._WAIT_NS", 10**7)
+    monkeypatch.setattr("traceloom.fleet.service.requests._JOIN_POLL_S", 0.02)
+    monkeypatch.setattr("traceloom.fleet.store.captures._WAIT_NS", 10**7)
 
     async def run() -> None:
         stores = opened(places("alone", tmp_path, monkeypatch))
@@ -182,7 +184,7 @@ def test_a_store_that_does_not_take_it_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    monkeypatch.setattr("traceloom.collect.joining._PAUSE_S", 0.02)
+    monkeypatch.setattr("traceloom.fleet.service.requests._PAUSE_S", 0.02)
 
     async def test(site: JoiningSite) -> None:
         directory = site.stores.objects.directory

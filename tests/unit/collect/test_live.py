@@ -16,14 +16,14 @@ for package in ("sqlalchemy", "obstore", "deltalake", "prometheus_client", "uvic
 
 from support.answering import AnsweringService, answering  # noqa: E402
 from support.fleet import KINDS, Kind, opened, places  # noqa: E402
-from traceloom.agent.uplink.messages import Heartbeat, HostDevice, HostProcess  # noqa: E402
+from traceloom.agent.fleet_link.protocol import Heartbeat, HostDevice, HostProcess  # noqa: E402
 from traceloom.cli import main  # noqa: E402
-from traceloom.collect.hosts import HostNow  # noqa: E402
-from traceloom.collect.job_rows import commit_jobs, said_by_captures, said_of_jobs  # noqa: E402
-from traceloom.collect.live import LiveParameters, live  # noqa: E402
-from traceloom.store.database import LEADER  # noqa: E402
-from traceloom.store.job_facts import JobFacts  # noqa: E402
-from traceloom.store.schemas import SCHEMAS  # noqa: E402
+from traceloom.fleet.handlers.now import LiveParameters, live  # noqa: E402
+from traceloom.fleet.service.committer import commit_jobs, said_by_captures, said_of_jobs  # noqa: E402
+from traceloom.fleet.service.requests import HostNow  # noqa: E402
+from traceloom.fleet.store.database import LEADER  # noqa: E402
+from traceloom.fleet.store.hosts import JobFacts  # noqa: E402
+from traceloom.fleet.store.schema import SCHEMAS  # noqa: E402
 
 NOW = 1_790_000_000 * 10**9
 

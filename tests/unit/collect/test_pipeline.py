@@ -16,17 +16,20 @@ for package in ("sqlalchemy", "obstore", "deltalake"):
 
 from support.fleet import Stores, add_capture, opened, places, trace_bytes  # noqa: E402
 from support.waiting import until  # noqa: E402
-from traceloom.collect.engine import EngineTask, TaskError  # noqa: E402
-from traceloom.collect.executors import ProcessEngine, engine_of  # noqa: E402
-from traceloom.collect.pipeline import CapturePipeline  # noqa: E402
-from traceloom.collect.tasks import check  # noqa: E402
 from traceloom.errors import InputError, UsageError  # noqa: E402
-from traceloom.store.state import CaptureRecord, FileOfCapture  # noqa: E402
+from traceloom.fleet.service.executors import ProcessEngine, engine_of  # noqa: E402
+from traceloom.fleet.service.pipeline import CapturePipeline  # noqa: E402
+from traceloom.fleet.service.tasks import (  # noqa: E402
+    EngineTask,
+    TaskError,
+    check,  # noqa: E402
+)
+from traceloom.fleet.store.captures import CaptureRecord, FileOfCapture  # noqa: E402
 
 
 @pytest.fixture
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stores]:
-    monkeypatch.setattr("traceloom.store.state._WAIT_NS", 10**7)
+    monkeypatch.setattr("traceloom.fleet.store.captures._WAIT_NS", 10**7)
     made = opened(places("alone", tmp_path, monkeypatch))
     yield made
     made.state.close()
@@ -170,7 +173,7 @@ def test_an_engine_that_there_is_not_is_refused() -> None:
 
 
 def test_minutes_wait_for_their_turn_and_captures_do_not(alone: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("traceloom.collect.pipeline._ROUNDS", 10**9)  # the second turn never comes
+    monkeypatch.setattr("traceloom.fleet.service.pipeline._ROUNDS", 10**9)  # the second turn never comes
     alone.state.put_host("n", "secret")
     alone.state.add_usage("n", {5: "[]"})
     pipeline = CapturePipeline(*alone, ProcessEngine(1), commit_s=0.1)

@@ -8,10 +8,10 @@ import re
 import msgspec
 import pytest
 
-from traceloom.agent.requests.model import Target, Wanted
-from traceloom.agent.uplink.messages import ArmedProcess, ClockOffset, HostReport, WorkAnswer
-from traceloom.collect import plan
-from traceloom.collect.plan import FleetRequest, advanced, analysed, planned, reported, stitched, work_of
+from traceloom.agent.fleet_link.protocol import ArmedProcess, ClockOffset, HostReport, WorkAnswer
+from traceloom.agent.traces.requests import Target, Wanted
+from traceloom.fleet.service import request_plan
+from traceloom.fleet.service.request_plan import FleetRequest, advanced, analysed, planned, reported, stitched, work_of
 
 S = 1_000_000_000
 NOW = 1_700_000_000 * S
@@ -275,7 +275,7 @@ def test_a_host_that_says_now_this_and_now_that_holds_nobody_up() -> None:
 
 
 def test_what_has_ended_stays_as_it_ended() -> None:
-    request = plan.cancelled(asked("a"), NOW)
+    request = request_plan.cancelled(asked("a"), NOW)
     assert request.state == "cancelled"
     assert work_of(request, "a") is None
     assert reported(request, "a", armed(), NOW) == request

@@ -15,15 +15,21 @@ import pytest
 for package in ("sqlalchemy", "obstore", "deltalake"):
     pytest.importorskip(package, reason="the extra `fleet` is not installed")
 
-from traceloom.agent.http.answers import RequestError  # noqa: E402
-from traceloom.collect.questions.asking import RulesAsking  # noqa: E402
-from traceloom.collect.questions.catalogue import QUESTION  # noqa: E402
-from traceloom.collect.questions.desk import MOST_WAITING, QuestionDesk, StillWorkingError  # noqa: E402
-from traceloom.collect.questions.frames import QuestionFrames  # noqa: E402
-from traceloom.collect.recent_answers import MOST_AT_ONCE  # noqa: E402
-from traceloom.store.schemas import SCHEMAS, day_of  # noqa: E402
-from traceloom.store.state import State  # noqa: E402
-from traceloom.store.tables import Tables  # noqa: E402
+from traceloom.fleet.questions.answering import (  # noqa: E402
+    MOST_AT_ONCE,  # noqa: E402
+    MOST_WAITING,
+    QuestionDesk,
+    StillWorkingError,
+)
+from traceloom.fleet.questions.catalogue import QUESTION  # noqa: E402
+from traceloom.fleet.questions.declaration import (  # noqa: E402
+    QuestionFrames,  # noqa: E402
+    RulesAsking,  # noqa: E402
+)
+from traceloom.fleet.store.captures import State  # noqa: E402
+from traceloom.fleet.store.schema import SCHEMAS, day_of  # noqa: E402
+from traceloom.fleet.store.tables import Tables  # noqa: E402
+from traceloom.server.problem import RequestError  # noqa: E402
 
 NOW = 1_790_000_000 * 10**9
 FINDINGS = QUESTION["findings"]

@@ -15,15 +15,22 @@ for package in ("sqlalchemy", "obstore", "deltalake", "prometheus_client", "uvic
     pytest.importorskip(package, reason="the extra `fleet` is not installed")
 
 from support.answering import fill  # noqa: E402
-from traceloom.collect.questions.asking import HOUR_NS, Asking, Paged, Period  # noqa: E402
-from traceloom.collect.questions.catalogue import QUESTIONS  # noqa: E402
-from traceloom.collect.questions.frames import QuestionFrames  # noqa: E402
 from traceloom.errors import UsageError  # noqa: E402
-from traceloom.fleet.attribution import attribution  # noqa: E402
-from traceloom.fleet.attribution_tree import tree  # noqa: E402
-from traceloom.fleet.owners import periods  # noqa: E402
-from traceloom.store.tables import Tables  # noqa: E402
-from traceloom.testing.weeks import Weeks, WeeksRecipe, made_weeks  # noqa: E402
+from traceloom.fleet.analyses.attribution import (  # noqa: E402
+    attribution,  # noqa: E402
+    periods,  # noqa: E402
+    tree,  # noqa: E402
+)
+from traceloom.fleet.questions.catalogue import QUESTIONS  # noqa: E402
+from traceloom.fleet.questions.declaration import (  # noqa: E402
+    HOUR_NS,
+    Asking,
+    Paged,
+    Period,
+    QuestionFrames,  # noqa: E402
+)
+from traceloom.fleet.store.tables import Tables  # noqa: E402
+from traceloom.testing.fleet_weeks import Weeks, WeeksRecipe, made_weeks  # noqa: E402
 
 FIRST = datetime(2026, 10, 5, tzinfo=timezone.utc)
 BY_NAME = {question.name: question for question in QUESTIONS}

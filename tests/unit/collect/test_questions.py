@@ -14,10 +14,10 @@ for package in ("sqlalchemy", "obstore", "deltalake", "prometheus_client", "uvic
     pytest.importorskip(package, reason="the extra `fleet` is not installed")
 
 from support.answering import DAYS, AnsweringService, answering  # noqa: E402
-from traceloom.collect.questions.asking import DAY_NS, HOUR_NS, Asking, Period  # noqa: E402
-from traceloom.collect.questions.catalogue import QUESTIONS  # noqa: E402
 from traceloom.errors import InputError  # noqa: E402
-from traceloom.testing.weeks import CHANGES, Team, Weeks, WeeksRecipe, made_weeks  # noqa: E402
+from traceloom.fleet.questions.catalogue import QUESTIONS  # noqa: E402
+from traceloom.fleet.questions.declaration import DAY_NS, HOUR_NS, Asking, Period  # noqa: E402
+from traceloom.testing.fleet_weeks import CHANGES, Team, Weeks, WeeksRecipe, made_weeks  # noqa: E402
 
 SLOW = 1
 USAGE = {"since": "2026-10-05", "until": "2026-10-07"}

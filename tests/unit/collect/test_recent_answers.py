@@ -8,8 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from support.waiting import until
-from traceloom.collect.recent_answers import MOST_AT_ONCE, RecentAnswers
 from traceloom.errors import UsageError
+from traceloom.fleet.questions.answering import MOST_AT_ONCE, RecentAnswers
 
 WAIT_S = 60.0
 

@@ -15,8 +15,8 @@ for package in ("sqlalchemy", "obstore", "deltalake", "prometheus_client", "uvic
 
 from support.answering import answering  # noqa: E402
 from support.simulated_hosts import SimulatedHost, ranked_process  # noqa: E402
-from traceloom.agent.uplink.messages import Heartbeat, UsageRow  # noqa: E402
-from traceloom.store.state import State  # noqa: E402
+from traceloom.agent.fleet_link.protocol import Heartbeat, UsageRow  # noqa: E402
+from traceloom.fleet.store.captures import State  # noqa: E402
 
 
 def test_a_heartbeat_that_was_on_its_way_when_its_host_was_removed_is_refused(tmp_path: Path) -> None:

@@ -24,8 +24,7 @@ for package in ("sqlalchemy", "obstore", "deltalake", "prometheus_client"):
 from support.answering import AnsweringService, answering  # noqa: E402
 from support.postgres import database  # noqa: E402
 from support.simulated_hosts import SimulatedHost, ranked_process  # noqa: E402
-from traceloom.agent.requests.model import Target, Wanted  # noqa: E402
-from traceloom.agent.uplink.messages import (  # noqa: E402
+from traceloom.agent.fleet_link.protocol import (  # noqa: E402
     ArmedProcess,
     ClockOffset,
     Heartbeat,
@@ -34,11 +33,12 @@ from traceloom.agent.uplink.messages import (  # noqa: E402
     HostReport,
     UsageRow,
 )
-from traceloom.collect.app import ROUTES  # noqa: E402
-from traceloom.collect.request_routes import RequestBody  # noqa: E402
-from traceloom.collect.routes import FleetRoute  # noqa: E402
-from traceloom.collect.service import ServiceLimits  # noqa: E402
-from traceloom.store.state import ROLES  # noqa: E402
+from traceloom.agent.traces.requests import Target, Wanted  # noqa: E402
+from traceloom.fleet.handlers.captures import FleetRoute  # noqa: E402
+from traceloom.fleet.handlers.hosts import RequestBody  # noqa: E402
+from traceloom.fleet.service.app import ROUTES  # noqa: E402
+from traceloom.fleet.service.service import ServiceLimits  # noqa: E402
+from traceloom.fleet.store.captures import ROLES  # noqa: E402
 
 MESSAGES = Path(__file__).resolve().parents[3] / "docs" / "reference" / "messages.md"
 EXPLAINED = set(re.findall(r"^### ([\w-]+)$", MESSAGES.read_text(), re.MULTILINE))

@@ -12,9 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from traceloom.collect.engine import EngineTask, TaskError, TaskFile
-from traceloom.collect.scratch import in_scratch
 from traceloom.errors import InputError, UsageError
+from traceloom.fleet.service.tasks import EngineTask, TaskError, TaskFile, in_scratch
 
 CONTENT = b"content" * 1000
 
@@ -140,7 +139,7 @@ def test_fetching_ends_when_it_is_to_end(address: str, tmp_path: Path) -> None:
 
 def test_a_result_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").write_bytes(CONTENT)
-    monkeypatch.setattr("traceloom.collect.scratch.RESULT_BYTES", len(CONTENT) - 1)
+    monkeypatch.setattr("traceloom.fleet.service.tasks.RESULT_BYTES", len(CONTENT) - 1)
     with pytest.raises(TaskError, match="MiB"):
         result_of(tmp_path, file_at(str(tmp_path / "a")))
 

@@ -16,12 +16,12 @@ for package in ("sqlalchemy", "obstore", "deltalake", "prometheus_client", "uvic
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
 
 from support.answering import AnsweringService, answering  # noqa: E402
-from traceloom.agent.requests.model import Wanted  # noqa: E402
-from traceloom.agent.uplink.messages import ClockOffset, Heartbeat, HostDevice, HostProcess, UsageRow  # noqa: E402
-from traceloom.collect.hosts import HostNow  # noqa: E402
-from traceloom.collect.metrics import FLEET_METRICS  # noqa: E402
-from traceloom.collect.plan import FleetRequest  # noqa: E402
-from traceloom.store.state import CaptureRecord, FileOfCapture  # noqa: E402
+from traceloom.agent.fleet_link.protocol import ClockOffset, Heartbeat, HostDevice, HostProcess, UsageRow  # noqa: E402
+from traceloom.agent.traces.requests import Wanted  # noqa: E402
+from traceloom.fleet.service.request_plan import FleetRequest  # noqa: E402
+from traceloom.fleet.service.requests import HostNow  # noqa: E402
+from traceloom.fleet.service.service import FLEET_METRICS  # noqa: E402
+from traceloom.fleet.store.captures import CaptureRecord, FileOfCapture  # noqa: E402
 
 Series = dict[tuple[str, ...], float]
 

@@ -23,9 +23,9 @@ from support.prometheus import free_port  # noqa: E402
 from support.running_service import RunningService  # noqa: E402
 from support.waiting import until  # noqa: E402
 from traceloom.cli import main  # noqa: E402
-from traceloom.collect.client import FleetClient, upload  # noqa: E402
+from traceloom.cli.upload import FleetClient, upload  # noqa: E402
 from traceloom.errors import InputError  # noqa: E402
-from traceloom.store.state import State  # noqa: E402
+from traceloom.fleet.store.captures import State  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -256,7 +256,7 @@ def test_a_service_that_is_killed_loses_and_doubles_nothing(tmp_path: Path, mome
     finally:
         service.end()
         state.close()
-    from traceloom.store.tables import Tables
+    from traceloom.fleet.store.tables import Tables
 
     assert Tables(str(tmp_path / "store")).scan("captures").collect()["capture"].to_list() == [capture]
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from support.beside import put, series, stacks, telemetry
-from traceloom.agent.uplink.messages import ClockOffset
-from traceloom.collect.stitch import HostPart, stitch
+from traceloom.agent.fleet_link.protocol import ClockOffset
 from traceloom.errors import InputError
-from traceloom.read import load
+from traceloom.fleet.service.requests import HostPart, stitch
+from traceloom.formats import load
 from traceloom.testing import TraceBuilder
 
 BASE = 1_700_000_000_000_000_000

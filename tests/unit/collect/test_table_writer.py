@@ -16,13 +16,13 @@ for package in ("sqlalchemy", "obstore", "deltalake"):
 from support.fleet import Places, Stores, add_capture, opened, places  # noqa: E402
 from support.running_service import RunningService  # noqa: E402
 from support.waiting import until  # noqa: E402
-from traceloom.collect.executors import ProcessEngine  # noqa: E402
-from traceloom.collect.pipeline import CapturePipeline  # noqa: E402
-from traceloom.collect.table_writer import WriterProcess  # noqa: E402
 from traceloom.errors import InputError, OutputError  # noqa: E402
-from traceloom.store.database import LEADER  # noqa: E402
-from traceloom.store.job_facts import JobFacts  # noqa: E402
-from traceloom.store.schemas import day_of  # noqa: E402
+from traceloom.fleet.service.committer import WriterProcess  # noqa: E402
+from traceloom.fleet.service.executors import ProcessEngine  # noqa: E402
+from traceloom.fleet.service.pipeline import CapturePipeline  # noqa: E402
+from traceloom.fleet.store.database import LEADER  # noqa: E402
+from traceloom.fleet.store.hosts import JobFacts  # noqa: E402
+from traceloom.fleet.store.schema import day_of  # noqa: E402
 
 
 @pytest.fixture

@@ -18,11 +18,11 @@ for package in ("sqlalchemy", "obstore", "deltalake"):
 from support.fleet import trace_bytes  # noqa: E402
 from support.sessions import busy_step  # noqa: E402
 from traceloom.errors import InputError  # noqa: E402
-from traceloom.model import trace_store  # noqa: E402
-from traceloom.read import read_kineto  # noqa: E402
-from traceloom.store.row_files import unpacked_rows  # noqa: E402
+from traceloom.fleet.store.tables import unpacked_rows  # noqa: E402
+from traceloom.formats import read_kineto  # noqa: E402
+from traceloom.system.processes import WorkerProcess  # noqa: E402
 from traceloom.testing import TraceBuilder  # noqa: E402
-from traceloom.workers import Worker  # noqa: E402
+from traceloom.trace import storage  # noqa: E402
 
 MEMORY = 8 << 30
 
@@ -31,7 +31,7 @@ class Asked:
     """A process and its answers."""
 
     def __init__(self, main: str) -> None:
-        self.worker = Worker(main, quiet=True)
+        self.worker = WorkerProcess(main, quiet=True)
         self._answers = self.worker.answers()
 
     def ask(self, **job: Any) -> dict[str, Any]:
@@ -47,7 +47,7 @@ class Asked:
 
 @pytest.fixture(scope="module")
 def tasks() -> Iterator[Asked]:
-    process = Asked("traceloom.collect.worker")
+    process = Asked("traceloom.fleet.service.worker")
     process.worker.send({"memory_bytes": MEMORY})
     yield process
     process.end()
@@ -55,7 +55,7 @@ def tasks() -> Iterator[Asked]:
 
 @pytest.fixture(scope="module")
 def reader() -> Iterator[Asked]:
-    process = Asked("traceloom.read.worker")
+    process = Asked("traceloom.formats.loading")
     yield process
     process.end()
 
@@ -141,7 +141,7 @@ def test_a_reader_hands_over_what_this_process_would_read(reader: Asked, tmp_pat
     (tmp_path / "out").mkdir()
     job = {"path": str(path), "capture": None, "folder": str(tmp_path / "out"), "processes": 1}
     assert reader.ask(**job) == {"done": True}
-    trace, here = trace_store.saved(tmp_path / "out", kept=False), read_kineto(path)
+    trace, here = storage.load_trace(tmp_path / "out", kept=False), read_kineto(path)
     assert trace is not None
     for name in ("events", "steps", "lanes", "flows", "kernels", "tensors"):
         assert getattr(trace, name).equals(getattr(here, name)), name
@@ -175,7 +175,8 @@ def test_a_reader_refuses_as_this_process_would_and_reads_the_next(
 
 
 @pytest.mark.parametrize(
-    ("main", "first"), [("traceloom.collect.worker", {"memory_bytes": MEMORY}), ("traceloom.read.worker", None)]
+    ("main", "first"),
+    [("traceloom.fleet.service.worker", {"memory_bytes": MEMORY}), ("traceloom.formats.loading", None)],
 )
 def test_a_process_ends_with_who_sends_it_jobs(main: str, first: dict[str, Any] | None) -> None:
     process = Asked(main)

@@ -18,12 +18,12 @@ pytest.importorskip("sqlalchemy", reason="the extra `fleet` is not installed")
 from support.fleet import KINDS
 from support.postgres import database
 from support.webhooks import Receiver, is_genuine, receiver
-from traceloom.collect import telling
-from traceloom.collect.telling import WebhookSender, WebhookTargets, fleet_event
 from traceloom.errors import InputError, UsageError
-from traceloom.store.database import LEADER
-from traceloom.store.state import State
-from traceloom.store.webhook_state import EVENTS, MOST_WAITING, MOST_WEBHOOKS
+from traceloom.fleet.service import webhooks
+from traceloom.fleet.service.webhooks import WebhookSender, WebhookTargets, fleet_event
+from traceloom.fleet.store.captures import State
+from traceloom.fleet.store.database import LEADER
+from traceloom.fleet.store.rules import EVENTS, MOST_WAITING, MOST_WEBHOOKS
 
 LOOPBACK = WebhookTargets(["127.0.0.0/8"])
 DAY = 86_400 * 10**9
@@ -58,7 +58,7 @@ def send(state: State, later_ns: int = 0, tls: ssl.SSLContext | None = None) -> 
     """Send all that is due so much later, by a sender that is new each time, as after a restart."""
 
     async def run() -> None:
-        clock = telling.time.time_ns
+        clock = webhooks.time.time_ns
         sender = WebhookSender(state, LOOPBACK, lambda: clock() + later_ns, tls)
         while await sender.start_due():
             await asyncio.gather(*sender._sending.values())
@@ -138,7 +138,7 @@ def test_only_what_is_wanted_is_told_and_a_webhook_that_is_removed_nothing(state
 def test_who_never_answers_is_given_up_after_a_day_and_keeps_nobody_waiting(
     state: State, hook: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(telling, "_EXCHANGE_S", 0.2)
+    monkeypatch.setattr(webhooks, "_EXCHANGE_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and says nothing
         state.add_webhook("silent", f"http://127.0.0.1:{silent.getsockname()[1]}/", EVENTS)
         state.add_webhook("inside", "https://10.0.0.1/", EVENTS)  # as if its name led elsewhere by now

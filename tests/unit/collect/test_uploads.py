@@ -15,8 +15,8 @@ for package in ("sqlalchemy", "obstore", "deltalake", "prometheus_client", "uvic
     pytest.importorskip(package, reason="the extra `fleet` is not installed")
 
 from support.answering import AnsweringService, answering  # noqa: E402
-from traceloom.collect.service import ServiceLimits  # noqa: E402
 from traceloom.errors import InputError  # noqa: E402
+from traceloom.fleet.service.service import ServiceLimits  # noqa: E402
 
 LIMITS = ServiceLimits(files=5, file_bytes=10_000, capture_bytes=25_000)
 

@@ -8,11 +8,11 @@ import msgspec
 import polars as pl
 import pytest
 
-from traceloom.agent.uplink.messages import UsageRow
-from traceloom.collect.usage import commit_usage
-from traceloom.store.database import LEADER
-from traceloom.store.state import State
-from traceloom.store.tables import Tables
+from traceloom.agent.fleet_link.protocol import UsageRow
+from traceloom.fleet.service.committer import commit_usage
+from traceloom.fleet.store.captures import State
+from traceloom.fleet.store.database import LEADER
+from traceloom.fleet.store.tables import Tables
 
 FIRST = 28_333_320  # a minute of 2023, which begins an hour
 MINUTE_NS = 60_000_000_000

@@ -10,16 +10,10 @@ import pytest
 
 pytest.importorskip("deltalake", reason="the extra `fleet` is not installed")
 
-from traceloom.agent.uplink.messages import Heartbeat, HostDevice, HostProcess
-from traceloom.collect.hosts import HostNow
-from traceloom.collect.watching import (
-    MeasuredBeside,
-    UsageOfTime,
-    Watching,
-    counted_states,
-    devices_now,
-)
-from traceloom.store.tables import Tables
+from traceloom.agent.fleet_link.protocol import Heartbeat, HostDevice, HostProcess
+from traceloom.fleet.handlers.now import MeasuredBeside, UsageOfTime, Watching, counted_states, devices_now
+from traceloom.fleet.service.requests import HostNow
+from traceloom.fleet.store.tables import Tables
 
 MINUTE = 60 * 10**9
 NOW = 1_790_000_040 * 10**9  # a whole minute

@@ -21,21 +21,29 @@ from support.demo_store import demo_store  # noqa: E402
 from support.prometheus import free_port  # noqa: E402
 from support.waiting import until  # noqa: E402
 from traceloom.analyze.compare import compare  # noqa: E402
-from traceloom.collect.client import FleetClient  # noqa: E402
-from traceloom.demo.directory import MARK, demo_directory  # noqa: E402
-from traceloom.demo.fleet import FILE, SILENT_HOST, SLOW_HOST  # noqa: E402
-from traceloom.demo.hosts import hosts_at_the_end  # noqa: E402
+from traceloom.cli.upload import FleetClient  # noqa: E402
 from traceloom.errors import InputError, OutputError, UsageError  # noqa: E402
-from traceloom.fleet.attribution import UNATTRIBUTED, attribution  # noqa: E402
-from traceloom.fleet.invest import invest  # noqa: E402
-from traceloom.fleet.outliers import outliers  # noqa: E402
-from traceloom.fleet.owners import periods  # noqa: E402
-from traceloom.fleet.regressions import Regressions, regressions  # noqa: E402
-from traceloom.fleet.topline import topline  # noqa: E402
-from traceloom.read import load  # noqa: E402
-from traceloom.store.captured import CaptureOrigin, rows  # noqa: E402
-from traceloom.store.tables import Tables  # noqa: E402
-from traceloom.testing.weeks import Weeks  # noqa: E402
+from traceloom.fleet.analyses.anomalies import outliers  # noqa: E402
+from traceloom.fleet.analyses.attribution import (  # noqa: E402
+    UNATTRIBUTED,
+    attribution,
+    periods,  # noqa: E402
+)
+from traceloom.fleet.analyses.efficiency import (  # noqa: E402
+    invest,  # noqa: E402
+    topline,  # noqa: E402
+)
+from traceloom.fleet.analyses.regressions import Regressions, regressions  # noqa: E402
+from traceloom.fleet.demo.data import FILE, SILENT_HOST, SLOW_HOST  # noqa: E402
+from traceloom.fleet.demo.serving import (  # noqa: E402
+    MARK,
+    demo_directory,
+    hosts_at_the_end,  # noqa: E402
+)
+from traceloom.fleet.service.capture_rows import CaptureOrigin, rows  # noqa: E402
+from traceloom.fleet.store.tables import Tables  # noqa: E402
+from traceloom.formats import load  # noqa: E402
+from traceloom.testing.fleet_weeks import Weeks  # noqa: E402
 
 
 class Filled(NamedTuple):
@@ -209,8 +217,8 @@ def test_a_demo_is_kept_in_a_directory() -> None:
 
 def test_ctrl_c_while_it_is_filled_leaves_nothing() -> None:
     program = (
-        "import time; from traceloom import leaving; from traceloom.demo.directory import demo_directory\n"
-        "leaving.begin()\n"
+        "import time; from traceloom.system import process as leaving; from traceloom.fleet.demo.serving import demo_directory\n"
+        "leaving.install_signal_handlers()\n"
         "with demo_directory('') as made: print(made.path, flush=True); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:

@@ -8,7 +8,7 @@ import pytest
 
 from support.by_hand import BY_SLUG, GEMM, HandStep, context_of, ranked, said
 from traceloom.findings.rule import Candidate
-from traceloom.model.finding import Abstention, Finding
+from traceloom.trace.notice import Abstention, Finding
 
 US = 1_000
 MESSAGE = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"

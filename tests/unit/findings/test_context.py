@@ -12,13 +12,14 @@ import pytest
 
 from support.by_hand import BUSY, GEMM, HandStep
 from support.jobs import Recipe, training_job
-from traceloom.analyze.stacked import stacked
+from traceloom.changes.changes import parse
+from traceloom.changes.scenario import Scenario
 from traceloom.findings import Context
-from traceloom.model import Session
-from traceloom.model import graph_schema as gs
-from traceloom.retime import Plan
-from traceloom.simulate import Scenario, parse
+from traceloom.graph import Plan
+from traceloom.graph import graph as gs
 from traceloom.testing import TraceBuilder
+from traceloom.trace.batch import stacked
+from traceloom.trace.session import Session
 
 US = 1_000
 

@@ -11,8 +11,9 @@ import pytest
 from support.odd_traces import odd_builder, odd_trace
 from traceloom.findings import findings
 from traceloom.findings.ranking import Ranked
-from traceloom.model import Session, Trace
 from traceloom.testing import TraceBuilder
+from traceloom.trace.session import Session
+from traceloom.trace.trace import Trace
 
 SEEDS = (0, 5, 7)
 

@@ -8,17 +8,16 @@ from typing import Any
 import msgspec
 import pytest
 
+from traceloom.changes.changes import parse
 from traceloom.findings import RULES, Context, findings, rank
-from traceloom.findings.frames import LEAST, with_frames
 from traceloom.findings.host_bound import _while_late
-from traceloom.findings.rule import Candidate
+from traceloom.findings.rule import LEAST, Candidate, add_frames
 from traceloom.findings.stragglers import _compared
-from traceloom.model import Session
-from traceloom.model.finding import Finding, HotFrame
-from traceloom.report.document import build
-from traceloom.report.options import ReportOptions
-from traceloom.simulate import parse
+from traceloom.report.document import ReportOptions
+from traceloom.report.run import build
 from traceloom.testing import TraceBuilder
+from traceloom.trace.notice import Finding, HotFrame
+from traceloom.trace.session import Session
 
 IN_THE_LOOP = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
 BY_WORKERS = "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"
@@ -99,13 +98,13 @@ def test_a_late_rank_is_told_what_it_does_beyond_the_others() -> None:
     finding = Finding("straggler", "rank 1 makes the others wait", "high", 0.5, "see", saving_ns=1)
     delay = (parse("rank 1 delay remove"),)
     candidate = Candidate("rank 1", delay, 0.5, "see", host=partial(_compared, context, host=True))
-    (straggler,) = with_frames([(finding, candidate, context)])
+    (straggler,) = add_frames([(finding, candidate, context)])
     (save,) = straggler.frames  # not main, nor the loss: the others have these as well
     assert (save.name, save.time_ns, save.inside, save.rank, save.rank_count) == ("save", 400_000, "write", 1, 1)
     assert straggler.host_ns is not None
     assert save.share == pytest.approx(400_000 / straggler.host_ns)
     on_device = msgspec.structs.replace(candidate, host=partial(_compared, context, host=False))
-    assert with_frames([(finding, on_device, context)]) == (finding,)
+    assert add_frames([(finding, on_device, context)]) == (finding,)
 
 
 def test_late_launches_are_told_what_the_host_does_while_the_device_waits() -> None:
@@ -129,7 +128,7 @@ def test_late_launches_are_told_what_the_host_does_while_the_device_waits() -> N
 def test_what_is_about_the_device_alone_has_no_host_time() -> None:
     context = Context.of(Session((starved(),), "made"))
     kernels = Candidate("kernels", (parse("kernels * 0.5"),), 0.5, "do")
-    (finding,) = with_frames([(Finding("slow", "slow", "low", 0.5, "do"), kernels, context)])
+    (finding,) = add_frames([(Finding("slow", "slow", "low", 0.5, "do"), kernels, context)])
     assert (finding.host_ns, finding.frames) == (None, ())
 
 
@@ -139,6 +138,6 @@ def test_small_shares_are_left_out() -> None:
         builder.python(f"part.py({k}): part{k}", 20 + 30 * k, 25 if k else 29)
     context = Context.of(Session((builder.op("aten::mm", 2, 5).build(),), "made"))
     host = Candidate("host", (parse("host * 0.5"),), 0.5, "do")
-    (finding,) = with_frames([(Finding("slow", "slow", "low", 0.5, "do"), host, context)])
+    (finding,) = add_frames([(Finding("slow", "slow", "low", 0.5, "do"), host, context)])
     assert [frame.name for frame in finding.frames] == ["main"]
     assert all(frame.share >= LEAST for frame in finding.frames)

@@ -6,9 +6,9 @@ import pytest
 
 from traceloom.findings import findings
 from traceloom.findings.ranking import Ranked
-from traceloom.model import Session
-from traceloom.model.finding import Finding
-from traceloom.testing.builder import TraceBuilder
+from traceloom.testing.trace_builder import TraceBuilder
+from traceloom.trace.notice import Finding
+from traceloom.trace.session import Session
 
 STEP = 20_000
 

@@ -10,7 +10,7 @@ import pytest
 import traceloom
 from support.jobs import ParallelRecipe, SlowLink, parallel_job
 from traceloom.findings import Context, Ranked, findings
-from traceloom.model.finding import Finding
+from traceloom.trace.notice import Finding
 
 RECIPE = ParallelRecipe(data=2, tensor=2, steps=3, layers=2, kernel_us=100)
 

@@ -11,12 +11,12 @@ import pytest
 
 from support.by_hand import BUSY, BY_SLUG, GEMM, HandStep, ranked, said
 from traceloom.findings import Context
-from traceloom.findings.ranking import interval, middle
+from traceloom.findings.context import outermost_operator, shorten_name
+from traceloom.findings.ranking import interval, median_floor
 from traceloom.findings.rule import Candidate, Remark
-from traceloom.findings.wording import brief, place
-from traceloom.model import Session
-from traceloom.model.finding import Abstention, Finding
 from traceloom.testing import TraceBuilder
+from traceloom.trace.notice import Abstention, Finding
+from traceloom.trace.session import Session
 
 US = 1_000
 
@@ -345,7 +345,7 @@ def test_the_middle_one_is_the_median_and_of_two_their_mean_rounded_down() -> No
         values = draw.integers(-50, 50, size).tolist()
         ordered = sorted(values)
         low, high = ordered[(size - 1) // 2], ordered[size // 2]
-        assert middle(values) == int((low + high) / 2)
+        assert median_floor(values) == int((low + high) / 2)
 
 
 @pytest.mark.parametrize("size", range(1, 30))
@@ -364,7 +364,7 @@ def test_the_interval_of_a_median_is_that_of_a_coin(size: int) -> None:
 def test_the_interval_holds_the_median() -> None:
     for values in combinations(range(0, 50, 7), 5):
         low, high = interval(values)
-        assert low <= middle(values) <= high
+        assert low <= median_floor(values) <= high
 
 
 # -- names ------------------------------------------------------------------------------------------------------------------
@@ -387,13 +387,13 @@ def test_the_interval_holds_the_median() -> None:
     ],
 )  # fmt: skip
 def test_a_name_in_a_sentence_is_without_what_only_a_compiler_needs(name: str, short: str) -> None:
-    assert brief(name) == short
-    assert len(brief(name * 400)) <= 60
+    assert shorten_name(name) == short
+    assert len(shorten_name(name * 400)) <= 60
 
 
 def test_the_place_of_nested_operators_is_the_outermost() -> None:
-    assert place("aten::linear > aten::addmm > aten::mm") == "aten::linear"
-    assert place("aten::mm") == "aten::mm"
+    assert outermost_operator("aten::linear > aten::addmm > aten::mm") == "aten::linear"
+    assert outermost_operator("aten::mm") == "aten::mm"
 
 
 # -- several ranks ----------------------------------------------------------------------------------------------------------

@@ -9,15 +9,14 @@ import numpy as np
 import pytest
 
 from support.jobs import Recipe, training_job
+from traceloom.changes.changes import Change, Chosen, parse
+from traceloom.changes.whatif import whatif
 from traceloom.findings import RULES, Context, rank
 from traceloom.findings.ranking import HIGH, LEAST, MEDIUM
-from traceloom.findings.rule import Candidate, FindingRule, MemoryCandidate, Remark, Said
-from traceloom.model import Session
-from traceloom.model import graph_schema as gs
-from traceloom.model.finding import Abstention
-from traceloom.simulate import parse, whatif
-from traceloom.simulate.changes import Change
-from traceloom.simulate.selection import Chosen
+from traceloom.findings.rule import Candidate, FindingRule, MemoryCandidate, Message, Remark
+from traceloom.graph import graph as gs
+from traceloom.trace.notice import Abstention
+from traceloom.trace.session import Session
 
 RECIPES = {
     "host": Recipe(kernel_us=6, op_us=14),
@@ -33,8 +32,8 @@ def context(name: str) -> Context:
     return Context.of(Session(traces, "made"))
 
 
-def rule(slug: str, *said: Said) -> FindingRule:
-    def look(_: Context) -> Iterator[Said]:
+def rule(slug: str, *said: Message) -> FindingRule:
+    def look(_: Context) -> Iterator[Message]:
         yield from said
 
     return FindingRule(slug, slug, look)
@@ -89,7 +88,7 @@ def test_the_bound_of_the_step_that_the_title_is_about_holds_for_what_several_st
     here = context("device")
     bound = round(0.02 * here.step_ns)
 
-    def look(asked: Context) -> Iterator[Said]:
+    def look(asked: Context) -> Iterator[Message]:
         yield candidate("kernels * 0.1", at_most_ns=bound if asked.step_count == 1 else None)
 
     (finding,) = rank(here, [FindingRule("bounded", "bounded", look)]).time

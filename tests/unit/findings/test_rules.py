@@ -8,9 +8,9 @@ import pytest
 
 from traceloom.findings import RULES, Context, rank
 from traceloom.findings.rule import Candidate, MemoryCandidate, Remark
-from traceloom.model import Session
-from traceloom.model.finding import Abstention
 from traceloom.testing import TraceBuilder
+from traceloom.trace.notice import Abstention
+from traceloom.trace.session import Session
 
 KERNEL = "void at::native::elementwise_kernel<4>(int)"
 NORM = ("aten::pow", "aten::mean", "aten::add", "aten::rsqrt", "aten::mul", "aten::mul")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from traceloom.findings import findings
-from traceloom.model import Session
-from traceloom.model.finding import Finding
-from traceloom.testing.builder import TraceBuilder
+from traceloom.testing.trace_builder import TraceBuilder
+from traceloom.trace.notice import Finding
+from traceloom.trace.session import Session
 
 SIZES = [[64, 64], [64, 64]]
 TOOK = [200.0, 900, 200, 900, 200, 200, 200]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from traceloom.findings import RULES, Context, findings, rank
-from traceloom.findings.ranking import interval, middle
-from traceloom.model import Session
-from traceloom.testing.builder import TraceBuilder
+from traceloom.findings.ranking import interval, median_floor
+from traceloom.testing.trace_builder import TraceBuilder
+from traceloom.trace.session import Session
 
 MS = 1_000_000
 
@@ -62,4 +62,4 @@ def test_savings_of_several_fixes_are_together_no_more_than_the_usual_step() -> 
 def test_the_interval_holds_the_median_nine_times_of_ten(count: int, left_out: int) -> None:
     values = list(range(count))[::-1]
     assert interval(values) == (left_out, count - 1 - left_out)
-    assert middle(values) == (count - 1) // 2
+    assert median_floor(values) == (count - 1) // 2

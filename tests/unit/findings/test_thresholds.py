@@ -10,7 +10,7 @@ import pytest
 from support.by_hand import BUSY, BY_SLUG, GEMM, HandStep, context_of, ranked, said
 from traceloom.findings import RULES, rank
 from traceloom.findings.rule import Candidate
-from traceloom.model.finding import Abstention, Finding
+from traceloom.trace.notice import Abstention, Finding
 
 US = 1_000
 

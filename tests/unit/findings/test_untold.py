@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from traceloom.findings import findings
-from traceloom.model import Session
-from traceloom.testing.builder import TraceBuilder
+from traceloom.testing.trace_builder import TraceBuilder
+from traceloom.trace.session import Session
 
 
 def test_exposed_communication_that_hides_nothing_is_an_abstention_with_its_reason() -> None:

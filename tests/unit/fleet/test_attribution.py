@@ -12,12 +12,10 @@ import polars as pl
 import pytest
 
 from traceloom.errors import InputError, UsageError
-from traceloom.fleet.attribution import BY, attribution
-from traceloom.fleet.documents import OwnerRule, Prices, read_prices, read_rules
-from traceloom.fleet.owners import periods
-from traceloom.store.schemas import MINUTE_MS, SCHEMAS
-from traceloom.store.usage import hours, minutes
-from traceloom.testing.weeks import Weeks, WeeksRecipe, made_weeks
+from traceloom.fleet.analyses.attribution import BY, attribution, periods
+from traceloom.fleet.rules import OwnerRule, Prices, read_prices, read_rules
+from traceloom.fleet.store.schema import MINUTE_MS, SCHEMAS, hours, minutes
+from traceloom.testing.fleet_weeks import Weeks, WeeksRecipe, made_weeks
 
 HOUR_NS = 3_600_000_000_000
 NOBODY = SCHEMAS["owners"].empty().lazy()

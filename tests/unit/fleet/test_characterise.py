@@ -8,10 +8,10 @@ import polars as pl
 import pytest
 
 from traceloom.errors import UsageError
-from traceloom.fleet.characterise import BY, coverage, gpu_time_by, top_kernels
-from traceloom.fleet.owners import periods
-from traceloom.store.schemas import SCHEMAS
-from traceloom.testing.weeks import WeeksRecipe, made_weeks
+from traceloom.fleet.analyses.attribution import periods
+from traceloom.fleet.analyses.kernels import BY, coverage, gpu_time_by, top_kernels
+from traceloom.fleet.store.schema import SCHEMAS
+from traceloom.testing.fleet_weeks import WeeksRecipe, made_weeks
 
 Frames = dict[str, pl.LazyFrame]
 

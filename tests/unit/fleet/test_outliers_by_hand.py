@@ -13,8 +13,8 @@ from typing import Any
 import polars as pl
 import pytest
 
-from traceloom.fleet.outliers import outliers
-from traceloom.store.schemas import SCHEMAS
+from traceloom.fleet.analyses.anomalies import outliers
+from traceloom.fleet.store.schema import SCHEMAS
 
 DAY = date(2026, 11, 1)
 Rows = list[dict[str, Any]]

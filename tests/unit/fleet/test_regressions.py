@@ -10,10 +10,9 @@ import numpy as np
 import polars as pl
 import pytest
 
-from traceloom.fleet.changes import changes, levels
-from traceloom.fleet.regressions import Regressions, regressions
-from traceloom.store.schemas import SCHEMAS
-from traceloom.testing.weeks import KernelChange, Weeks, WeeksRecipe, made_weeks
+from traceloom.fleet.analyses.regressions import Regressions, changes, levels, regressions
+from traceloom.fleet.store.schema import SCHEMAS
+from traceloom.testing.fleet_weeks import KernelChange, Weeks, WeeksRecipe, made_weeks
 
 RECIPE = WeeksRecipe(usage_days=0)
 DAY = date(2026, 10, 5)

@@ -10,13 +10,11 @@ import polars as pl
 import pytest
 
 from traceloom.errors import UsageError
-from traceloom.fleet.invest import BY, invest
-from traceloom.fleet.outliers import outliers
-from traceloom.fleet.owners import periods
-from traceloom.fleet.topline import LEAST_JOBS, METRICS, topline
-from traceloom.store.schemas import SCHEMAS
-from traceloom.store.usage import minutes
-from traceloom.testing.weeks import TEAMS, Team, Weeks, WeeksRecipe, made_weeks
+from traceloom.fleet.analyses.anomalies import outliers
+from traceloom.fleet.analyses.attribution import periods
+from traceloom.fleet.analyses.efficiency import BY, LEAST_JOBS, METRICS, invest, topline
+from traceloom.fleet.store.schema import SCHEMAS, minutes
+from traceloom.testing.fleet_weeks import TEAMS, Team, Weeks, WeeksRecipe, made_weeks
 
 RECIPE = WeeksRecipe(days=2, usage_days=2, changes=())
 H100, A100 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"

@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 
 from support import runs as made
 from traceloom.analyze import gate
-from traceloom.analyze.gate.causes import causes
-from traceloom.analyze.gate.power import runs_needed
-from traceloom.analyze.gate.resampling import block_length, interval, statistic_of, student, within_runs
-from traceloom.analyze.gate.summary import Baseline, RunSummary, decode, encode
-from traceloom.analyze.gate.verdict import in_pairs
+from traceloom.analyze.gate import causes, in_pairs, runs_needed
+from traceloom.analyze.gate_statistics import block_length, interval, statistic_of, student_t_quantile, within_runs
+from traceloom.analyze.gate_summary import Baseline, RunSummary, decode, encode
 from traceloom.errors import InputError
 
 CONDITION = gate.parse("step_time > 3%")
@@ -100,7 +98,7 @@ def test_statistics_go_along_the_last_axis(name: str) -> None:
 
 
 def test_students_quantile_falls_to_the_normal_one() -> None:
-    values = [student(freedom) for freedom in (0.5, 1, 1.5, 2, 3.3, 7, 11, 40, 500, 1e9)]
+    values = [student_t_quantile(freedom) for freedom in (0.5, 1, 1.5, 2, 3.3, 7, 11, 40, 500, 1e9)]
     assert values == sorted(values, reverse=True)
     assert values[0] == values[1] == pytest.approx(12.7062, rel=1e-4)
     assert values[-1] == pytest.approx(1.95996, rel=1e-3)
@@ -135,7 +133,7 @@ def test_the_runs_that_are_needed_are_the_fewest(scatter: float) -> None:
         sides = 1 if paired else 2
 
         def reach(count: int, sides: int = sides) -> float:
-            return (student((count - 1) * sides) + 0.8416) * scatter * math.sqrt(sides / count)
+            return (student_t_quantile((count - 1) * sides) + 0.8416) * scatter * math.sqrt(sides / count)
 
         assert reach(runs) <= 0.02
         assert runs == 2 or reach(runs - 1) > 0.02

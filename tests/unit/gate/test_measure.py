@@ -11,17 +11,18 @@ import pytest
 
 from support.jobs import ParallelRecipe, parallel_job
 from support.odd_traces import above, covered, gpu_rows_of, odd_trace, rows_of
-from traceloom.analyze import gate
-from traceloom.analyze.gate.summary import RunSummary
+from traceloom.analyze import gate, gate_summary
+from traceloom.analyze.gate_summary import RunSummary
 from traceloom.errors import UsageError
-from traceloom.model import Session, Trace
 from traceloom.testing import TraceBuilder
+from traceloom.trace.session import Session
+from traceloom.trace.trace import Trace
 
 Table = dict[str, dict[int, float]]
 
 
 def measured(*traces: Trace) -> RunSummary:
-    return gate.summarise(Session(traces, "made"))
+    return gate_summary.summarise(Session(traces, "made"))
 
 
 @cache

@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 
 from support import runs as made
-from traceloom.analyze import gate
-from traceloom.analyze.gate import resampling
-from traceloom.analyze.gate.power import power, runs_needed
-from traceloom.analyze.gate.summary import RunSummary
-from traceloom.analyze.gate.verdict import in_pairs
+from traceloom.analyze import gate, gate_statistics
+from traceloom.analyze.gate import in_pairs, power, runs_needed
+from traceloom.analyze.gate_summary import RunSummary
 
 TEN_MS = 1e7
 
@@ -43,7 +41,7 @@ def without_times(runs: list[RunSummary]) -> list[RunSummary]:
 
 @pytest.fixture(autouse=True)
 def _fewer_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resampling, "DRAWS", 800)
+    monkeypatch.setattr(gate_statistics, "DRAWS", 800)
 
 
 def test_pairs_see_what_a_drifting_machine_hides() -> None:

@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 
 from support import runs as made
-from traceloom.analyze import gate
-from traceloom.analyze.gate import resampling
-from traceloom.analyze.gate.power import power, runs_needed
+from traceloom.analyze import gate, gate_statistics
+from traceloom.analyze.gate import power, runs_needed
 from traceloom.cli import main
 from traceloom.report import verdict as report
-from traceloom.report.verdict.tables import reasons
+from traceloom.report.verdict import reasons
 
 TEN_MS = 1e7
 
@@ -24,7 +23,7 @@ def held(runs: int, slower: float, seed: int, of_runs: float = 0.012, limit: str
 
 
 def test_so_many_runs_find_the_change_eight_times_of_ten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resampling, "DRAWS", 600)
+    monkeypatch.setattr(gate_statistics, "DRAWS", 600)
     scatter = float(np.sqrt(np.mean([held(10, 0.05, seed).checks["scatter"][0] ** 2 for seed in range(10)])))
     runs = runs_needed(scatter, 0.05 - 0.03)
     assert runs is not None

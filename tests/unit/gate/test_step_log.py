@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from traceloom.model.step_log import undisturbed_steps
-from traceloom.model.trace import Meta
+from traceloom.trace.session import undisturbed_steps
+from traceloom.trace.trace import Meta
 
 STATES = ["unrecorded"] * 4 + ["recorded", "graph", "early", "disturbed", "unrecorded"]
 TABLE = {"start_ns": list(range(9)), "duration_ns": [90, 80, 70, 10, 60, 50, 40, 30, 11], "state": STATES}

@@ -11,14 +11,11 @@ import numpy as np
 import polars as pl
 import pytest
 
-from traceloom.link.device_work import device_work
-from traceloom.link.edges import Edges, fitting
-from traceloom.link.host_tree import host_tree
-from traceloom.link.order_of_work import WorkByTime
-from traceloom.link.rank import link_rank
-from traceloom.model import Graph
-from traceloom.model.graph_schema import EDGE_KINDS
-from traceloom.model.points import acyclic
+from traceloom.graph.device_work import WorkTimeline, device_work
+from traceloom.graph.edges import Edges, select_acyclic_edges
+from traceloom.graph.graph import EDGE_KINDS, Graph, acyclic
+from traceloom.graph.host_tree import host_tree
+from traceloom.graph.rank import link_rank
 from traceloom.testing import TraceBuilder
 
 US = 1_000
@@ -209,13 +206,13 @@ def random_edges(seed: int, *, contradicting: bool) -> tuple[np.ndarray[Any, Any
 @pytest.mark.parametrize("seed", range(30))
 def test_edges_that_agree_with_time_all_fit(seed: int) -> None:
     source, target, firm, times = random_edges(seed, contradicting=False)
-    assert fitting(source, target, firm, times).all()
+    assert select_acyclic_edges(source, target, firm, times).all()
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_of_edges_that_contradict_each_other_all_firm_ones_fit_and_none_closes_a_circle(seed: int) -> None:
     source, target, firm, times = random_edges(seed, contradicting=True)
-    kept = fitting(source, target, firm, times)
+    kept = select_acyclic_edges(source, target, firm, times)
     assert kept[firm].all()
     assert acyclic(times.size // 2, source[kept], target[kept])
     # what goes on in time is refused only where something that goes back has moved its source
@@ -259,7 +256,7 @@ def test_questions_by_time_are_answered_as_by_looking_at_every_work(seed: int) -
     trace = built.build()
     tree = host_tree(trace)
     work = device_work(trace, tree)
-    times = WorkByTime(work, tree)
+    times = WorkTimeline(work, tree)
     draw = np.random.default_rng(seed)
     first = int(work.start.min())
     at = draw.integers(first - 500 * US, first + 700 * US, 60)

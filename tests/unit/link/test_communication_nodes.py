@@ -6,9 +6,9 @@ from typing import Any
 
 import polars as pl
 
-from traceloom.link.rank import link_rank
-from traceloom.model import Graph
-from traceloom.testing.builder import TraceBuilder
+from traceloom.graph.graph import Graph
+from traceloom.graph.rank import link_rank
+from traceloom.testing.trace_builder import TraceBuilder
 
 KERNEL = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
 

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from traceloom.link.matching import BY_RECORD_ID, Matching, Outcome
-from traceloom.link.rank import link_rank
-from traceloom.model import Graph
-from traceloom.model.host_trace import HOST_OPS, HostTrace
-from traceloom.testing.builder import TraceBuilder
+from traceloom.graph.graph import Graph
+from traceloom.graph.host_match import BY_RECORD_ID, Matching, Outcome
+from traceloom.graph.rank import link_rank
+from traceloom.testing.trace_builder import TraceBuilder
+from traceloom.trace.trace import HOST_OPS, HostTrace
 
 FRESH, VIEW, IN_PLACE = "aten::f(Tensor a) -> Tensor", "aten::f(Tensor(a) a) -> Tensor(a)", "aten::f_(Tensor(a!) a)"
 

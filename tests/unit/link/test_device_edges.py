@@ -6,8 +6,8 @@ import polars as pl
 import pytest
 
 from support.named_edges import edges, launched
-from traceloom.link.rank import link_rank
-from traceloom.testing.builder import TraceBuilder
+from traceloom.graph.rank import link_rank
+from traceloom.testing.trace_builder import TraceBuilder
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import polars as pl
 import pytest
 
-from traceloom.link.rank import link_rank
-from traceloom.model import Graph
+from traceloom.graph.graph import Graph
+from traceloom.graph.rank import link_rank
 from traceloom.testing import TraceBuilder
 
 Row = tuple[str, str, bool, bool, str]

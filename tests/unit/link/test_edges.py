@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from traceloom.link import edges as module
-from traceloom.link.edges import Edges
+from traceloom.graph import edges as module
+from traceloom.graph.edges import Edges
 
 
 @pytest.mark.parametrize("keys", ["one", "several"])

@@ -13,10 +13,10 @@ import pytest
 
 from support.odd_traces import Row, gpu_rows_of, odd_builder, odd_trace
 from traceloom.errors import InvariantError
-from traceloom.link.collectives import JoinedParts, join_parts
-from traceloom.link.job import join
-from traceloom.link.rank import link_rank
-from traceloom.model import Graph
+from traceloom.graph.communication import MatchedParts, match_parts
+from traceloom.graph.graph import Graph
+from traceloom.graph.job import join_ranks
+from traceloom.graph.rank import link_rank
 
 SEEDS = (0, 1, 2, 3, 6)
 
@@ -133,7 +133,7 @@ def of_rank(job: Graph, rank: int) -> tuple[list[Row], list[Row]]:
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0)], ids=lambda order: "".join(map(str, order)))
 def test_a_job_holds_each_of_its_ranks_as_it_is_alone(order: tuple[int, ...]) -> None:
     parts = [part(*PARTS[at]) for at in order]
-    job = join(parts)
+    job = join_ranks(parts)
     job.check()
     assert job.epoch_ns == min(each.epoch_ns for each in parts)
     assert job.ranks["rank"].to_list() == [PARTS[at][1] for at in order]
@@ -163,7 +163,7 @@ def test_ranks_that_do_not_say_which_they_are_take_the_free_numbers_in_their_ord
         replace(graph, ranks=graph.ranks.with_columns(rank=pl.lit(None, pl.Int32)))
         for graph in (part(*PARTS[0]), part(*PARTS[2]))
     ]
-    job = join([unsaid[0], part(*PARTS[1]), unsaid[1]])
+    job = join_ranks([unsaid[0], part(*PARTS[1]), unsaid[1]])
     job.check()
     assert job.ranks["rank"].to_list() == [0, 1, 2]
     assert [notice.rank for notice in job.notices if notice.slug == "rank-assumed"] == [0, 2]
@@ -206,7 +206,7 @@ def random_calls(seed: int) -> list[Row]:
     return rows
 
 
-def partners(joined: JoinedParts) -> set[frozenset[int]]:
+def partners(joined: MatchedParts) -> set[frozenset[int]]:
     """The rows that are joined with each other."""
     together: dict[int, set[int]] = defaultdict(set)
     for row, instance in enumerate(joined.instance.tolist()):
@@ -226,14 +226,14 @@ def test_numbered_calls_meet_those_of_their_number_and_turn_where_all_are_of_one
         turns[(*number, rows[row]["rank"])] += 1
     kinds = {key: {rows[row]["kind"] for row in members} for key, members in by_key.items()}
     expected = {frozenset(members) for key, members in by_key.items() if len(kinds[key]) == 1 and len(members) > 1}
-    joined = join_parts(calls(rows))
+    joined = match_parts(calls(rows))
     assert partners(joined) == expected
     assert {joined.evidence[row] for members in expected for row in members} == {"measured"}
     mismatched = sum(len(members) for key, members in by_key.items() if len(kinds[key]) > 1)
     mismatches = [notice for notice in joined.notices if notice.slug == "collectives-mismatch"]
     assert sum(notice.count for notice in mismatches) == mismatched
     shuffled = random.Random(seed).sample(range(len(rows)), len(rows))
-    moved = join_parts(calls([rows[at] for at in shuffled]))
+    moved = match_parts(calls([rows[at] for at in shuffled]))
     assert {frozenset(shuffled[row] for row in members) for members in partners(moved)} == expected
 
 
@@ -243,7 +243,7 @@ def test_calls_of_one_number_that_differ_in_size_meet_and_it_is_said() -> None:
         for number, sizes in enumerate(([64, 64], [64, 128], [8, 8]))
         for rank, size in enumerate(sizes)
     ]
-    joined = join_parts(calls(rows))
+    joined = match_parts(calls(rows))
     assert partners(joined) == {frozenset({0, 1}), frozenset({2, 3}), frozenset({4, 5})}
     (notice,) = joined.notices
     assert (notice.slug, notice.severity, notice.count) == ("collectives-sizes", "warning", 2)
@@ -269,7 +269,7 @@ def test_messages_meet_in_their_order_between_two_ranks_and_one_tag(seed: int) -
         way = (row["rank"], row["peer"]) if sends else (row["peer"], row["rank"])
         queues[(*way, row["tag"])][not sends].append(at)
     expected = {frozenset(pair) for both in queues.values() for pair in zip(*both, strict=False)}
-    joined = join_parts(calls(rows))
+    joined = match_parts(calls(rows))
     assert partners(joined) == expected
     assert {joined.evidence[row] for pair in expected for row in pair} == {"inferred"}
 

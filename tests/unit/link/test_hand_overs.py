@@ -9,11 +9,12 @@ import pytest
 import traceloom
 from support.jobs import Change
 from support.jobs.hosted import LOADING, HostedRecipe, hosted_job
+from traceloom.changes.changes import parse
+from traceloom.changes.whatif import whatif
 from traceloom.findings import findings
-from traceloom.link.session import link_session
-from traceloom.model import Session
-from traceloom.simulate import parse, whatif
-from traceloom.testing.builder import TraceBuilder
+from traceloom.graph.linking import link_session
+from traceloom.testing.trace_builder import TraceBuilder
+from traceloom.trace.session import Session
 
 MS = 1_000_000
 

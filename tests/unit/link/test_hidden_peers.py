@@ -7,15 +7,16 @@ import polars as pl
 import pytest
 
 from support.jobs import Change, Recipe, Run, training_job
-from traceloom.link.job import join
-from traceloom.link.rank import link_rank
-from traceloom.model.graph import Graph
-from traceloom.retime import Plan, calibrate
-from traceloom.simulate import parse, scenario_of
+from traceloom.changes.changes import parse
+from traceloom.changes.whatif import scenario_of
+from traceloom.graph import Plan, calibrate
+from traceloom.graph.graph import Graph
+from traceloom.graph.job import join_ranks
+from traceloom.graph.rank import link_rank
 
 
 def alone(run: Run, rank: int) -> Graph:
-    return calibrate(join([link_rank(run.trace(rank).build())]))
+    return calibrate(join_ranks([link_rank(run.trace(rank).build())]))
 
 
 def window(run: Run, rank: int) -> int:

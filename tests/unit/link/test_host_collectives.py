@@ -11,8 +11,8 @@ import traceloom
 from support.jobs import Change
 from support.jobs.hosted import LATE, HostedRecipe, hosted_job
 from traceloom.findings import findings
-from traceloom.link.rank import link_rank
-from traceloom.testing.builder import TraceBuilder
+from traceloom.graph.rank import link_rank
+from traceloom.testing.trace_builder import TraceBuilder
 
 MS = 1_000_000
 

@@ -11,16 +11,14 @@ import polars as pl
 import pytest
 
 from traceloom.errors import InputError
-from traceloom.link import matching as ms
-from traceloom.link.host_device import match
-from traceloom.link.matching import Matching
-from traceloom.model import Trace
-from traceloom.model.graph_schema import GRAPH_SCHEMAS
-from traceloom.model.host_trace import HostTrace
-from traceloom.read import read_kineto
-from traceloom.read.host_trace import read_host_trace
+from traceloom.formats import read_kineto
+from traceloom.formats.host_trace import read_host_trace
+from traceloom.graph import host_match as ms
+from traceloom.graph.graph import GRAPH_SCHEMAS
+from traceloom.graph.host_match import Matching, match
 from traceloom.testing import HostTraceBuilder, TraceBuilder
-from traceloom.testing.host_trace import HOST_SCHEMAS, NestedOp, pair
+from traceloom.testing.host_trace_builder import HOST_SCHEMAS, NestedOp, pair
+from traceloom.trace.trace import HostTrace, Trace
 
 LAYER = (
     NestedOp("aten::linear", (NestedOp("aten::t", (NestedOp("aten::transpose"),)), NestedOp("aten::addmm"))),

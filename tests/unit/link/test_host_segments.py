@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import polars as pl
 
-from traceloom.link.rank import link_rank
-from traceloom.model import Graph
-from traceloom.testing.builder import TraceBuilder
+from traceloom.graph.graph import Graph
+from traceloom.graph.rank import link_rank
+from traceloom.testing.trace_builder import TraceBuilder
 
 US = 1_000
 

@@ -9,9 +9,9 @@ import pytest
 
 from support.named_edges import edges, launched
 from traceloom.analyze import launches
-from traceloom.link.rank import link_rank
-from traceloom.model import Graph
-from traceloom.testing.builder import TraceBuilder
+from traceloom.graph.graph import Graph
+from traceloom.graph.rank import link_rank
+from traceloom.testing.trace_builder import TraceBuilder
 
 
 def blocks(graph: Graph) -> list[str]:

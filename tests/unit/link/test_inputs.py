@@ -11,10 +11,10 @@ import polars as pl
 import pytest
 
 from traceloom.errors import InputError, TraceloomError, UsageError
-from traceloom.link.inputs import Inputs, find_inputs
-from traceloom.link.linking import load_ranks
+from traceloom.graph.inputs import Inputs, find_inputs
+from traceloom.graph.linking import load_ranks
 from traceloom.testing import HostTraceBuilder, TraceBuilder
-from traceloom.testing.host_trace import NestedOp, pair
+from traceloom.testing.host_trace_builder import NestedOp, pair
 
 STEP = [
     NestedOp("forward", (NestedOp("aten::mm"), NestedOp("aten::relu"))),

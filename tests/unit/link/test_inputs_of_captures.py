@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from traceloom.errors import InputError, UsageError
-from traceloom.link.inputs import Inputs, find_inputs
+from traceloom.graph.inputs import Inputs, find_inputs
 from traceloom.testing import HostTraceBuilder, TraceBuilder
 
 BASE = 1_700_000_000 * 10**9

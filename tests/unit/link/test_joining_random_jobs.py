@@ -11,10 +11,9 @@ import polars as pl
 import pytest
 
 from support.rank_graphs import US, checked, part
-from traceloom.link.clocks import fit_clocks
-from traceloom.link.job import join
-from traceloom.model import Graph
-from traceloom.retime import Plan, calibrate
+from traceloom.graph import Plan, calibrate
+from traceloom.graph.graph import Graph
+from traceloom.graph.job import fit_clocks, join_ranks
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier", "broadcast", "reduce", "gather")
 FROM_ROOT, TO_ROOT = ("broadcast", "scatter"), ("reduce", "gather")
@@ -386,7 +385,7 @@ def test_a_job_on_wrong_clocks_is_the_job_on_right_ones(seed: int) -> None:
         graphs.append(
             part(rank, [{k: v for k, v in row.items() if k not in ("truth", "peer")} for row in rows], host=f"h{rank}")
         )
-    graph = join(graphs)
+    graph = join_ranks(graphs)
     graph.check()
     spread = graph.nodes.filter(pl.col("kind") == "collective").with_columns(
         end=pl.col("start_ns") + pl.col("duration_ns")

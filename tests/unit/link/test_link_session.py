@@ -13,11 +13,11 @@ import pytest
 import traceloom
 from support.jobs import ParallelRecipe, Recipe, parallel_job, training_job
 from traceloom.errors import InputError, UsageError
-from traceloom.link import link
-from traceloom.link.session import link_session
-from traceloom.model import Session, Trace
-from traceloom.retime import law
+from traceloom.graph import law, link
+from traceloom.graph.linking import link_session
 from traceloom.testing import TraceBuilder
+from traceloom.trace.session import Session
+from traceloom.trace.trace import Trace
 
 US = 1_000
 

@@ -9,15 +9,15 @@ import numpy as np
 import polars as pl
 import pytest
 
-from traceloom.anonymize import Key, Policy, anonymize
 from traceloom.errors import InputError
-from traceloom.link import link
-from traceloom.link.host_device import match
-from traceloom.model import Trace
-from traceloom.model.host_trace import HostTrace
-from traceloom.read import read_kineto
-from traceloom.read.host_trace import read_host_trace
-from traceloom.testing.host_trace import NestedOp, pair
+from traceloom.formats import read_kineto
+from traceloom.formats.host_trace import read_host_trace
+from traceloom.graph import link
+from traceloom.graph.host_match import match
+from traceloom.testing.host_trace_builder import NestedOp, pair
+from traceloom.trace.trace import HostTrace, Trace
+from traceloom.workload.anonymize.policy import Key, Policy
+from traceloom.workload.anonymize.run import anonymize
 
 KEYS = ("record function id", "external id", "none")
 

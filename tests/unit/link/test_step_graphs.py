@@ -10,9 +10,11 @@ import polars as pl
 import pytest
 
 from support.odd_traces import Row, gpu_rows_of, odd_builder, odd_trace, rows_of
-from traceloom.link.session import link_session
-from traceloom.model import Graph, Session, Trace
-from traceloom.retime import Plan
+from traceloom.graph import Plan
+from traceloom.graph.graph import Graph
+from traceloom.graph.linking import link_session
+from traceloom.trace.session import Session
+from traceloom.trace.trace import Trace
 
 SEEDS = (1, 2, 3, 5, 6)
 

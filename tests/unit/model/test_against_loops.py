@@ -11,12 +11,11 @@ import polars as pl
 import pytest
 
 from support.small_graph import small_graph
-from traceloom.model.arrays import column_of, longest_rise, nullable, row_numbers
-from traceloom.model.copies import copy_kind, memory_kinds
-from traceloom.model.letter_case import contain, contains
-from traceloom.model.notice import Notice, worst_first
-from traceloom.model.result import Result
-from traceloom.model.thread_cpu import ThreadClock, samples_of
+from traceloom.trace.arrays import column_of, longest_increasing_subsequence, row_numbers, to_nullable_series
+from traceloom.trace.frames import Result, contains, contains_any
+from traceloom.trace.notice import Notice, worst_first
+from traceloom.trace.session import ThreadClock, samples_of
+from traceloom.trace.vocabulary import copy_kind, memory_kinds
 
 SEEDS = range(12)
 
@@ -33,7 +32,7 @@ def rising(values: list[int]) -> int:
 def test_a_longest_rise_is_as_long_as_any_and_rises(seed: int) -> None:
     chance = random.Random(seed)
     values = [chance.randrange(12) for _ in range(chance.randrange(30))]
-    places = longest_rise(np.array(values, dtype=np.int64)).tolist()
+    places = longest_increasing_subsequence(np.array(values, dtype=np.int64)).tolist()
     assert len(places) == rising(values)
     assert places == sorted(set(places))
     assert [values[at] for at in places] == sorted({values[at] for at in places})
@@ -53,7 +52,7 @@ def test_columns_with_nulls_are_arrays_and_back(seed: int) -> None:
 @pytest.mark.parametrize("dtype", [pl.Int8(), pl.UInt32(), pl.Float64(), pl.Int64()], ids=str)
 def test_a_column_of_nothing_but_nulls_has_its_type(dtype: pl.DataType) -> None:
     for length in (0, 1, 5):
-        column = nullable(np.full(length, -7), dtype, absent=-7)
+        column = to_nullable_series(np.full(length, -7), dtype, absent=-7)
         assert (column.dtype, column.to_list()) == (dtype, [None] * length)
 
 
@@ -88,7 +87,7 @@ def test_names_are_matched_whichever_were_before() -> None:
         names = chance.choice(lists)
         series = pl.Series(names, dtype=pl.String)
         expected = [[bool(re.search(pattern, name)) for name in names] for pattern in patterns]
-        assert [column.to_list() for column in contain(series, patterns)] == expected
+        assert [column.to_list() for column in contains_any(series, patterns)] == expected
         assert contains(series, patterns[0]).to_list() == expected[0]
 
 

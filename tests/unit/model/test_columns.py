@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from support.sessions import Document, made, several_devices, with_memory
-from traceloom.model.columns import COLUMNS, UNITS, Column, column
-from traceloom.model.columns.declared import per_step, times
 from traceloom.report.sections import every
+from traceloom.trace.columns import COLUMNS, column
+from traceloom.trace.frames import UNITS, Column, per_step, times
 
 REFERENCE = Path(__file__).resolve().parents[3] / "docs" / "reference"
 SORTS = [several_devices, with_memory]

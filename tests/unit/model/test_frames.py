@@ -5,8 +5,8 @@ from __future__ import annotations
 import polars as pl
 import pytest
 
-from traceloom.model.columns import COLUMNS
-from traceloom.model.frames import schema
+from traceloom.trace.columns import COLUMNS
+from traceloom.trace.frames import schema
 
 
 def test_the_last_word_of_a_name_says_its_type() -> None:

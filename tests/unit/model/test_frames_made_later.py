@@ -9,8 +9,8 @@ import polars as pl
 import pytest
 
 from support.odd_traces import odd_trace
-from traceloom.model import Trace, trace_store
-from traceloom.model.deferred import Deferred
+from traceloom.trace import storage
+from traceloom.trace.trace import DeferredFrame, Trace
 
 
 class Maker:
@@ -29,7 +29,7 @@ def deferred(name: str) -> tuple[Trace, Maker]:
     """A trace of which one frame is made later."""
     whole = odd_trace(1)
     maker = Maker(getattr(whole, name))
-    return whole.with_deferred(name, Deferred(maker.make, 1, "b")), maker
+    return whole.with_deferred(name, DeferredFrame(maker.make, 1, "b")), maker
 
 
 @pytest.mark.parametrize("name", ["tensors", "flows", "kernels"])
@@ -48,14 +48,14 @@ def test_a_trace_and_its_copies_share_what_is_made() -> None:
     other = replace(trace, notices=())  # a copy has all frames
     assert other.tensors.equals(trace.tensors)
     assert maker.times == 1
-    again = trace.with_deferred("flows", Deferred(lambda: trace.flows))
+    again = trace.with_deferred("flows", DeferredFrame(lambda: trace.flows))
     assert again.tensors is trace.tensors
     assert again.flows is trace.flows
 
 
 def test_two_traces_that_wait_for_one_frame_make_it_once() -> None:
     whole, maker = odd_trace(1), Maker(odd_trace(1).tensors)
-    frame = Deferred(maker.make, 1, "b")
+    frame = DeferredFrame(maker.make, 1, "b")
     traces = [whole.with_deferred("tensors", frame) for _ in range(3)]
     assert [trace.tensors.height for trace in traces] == [whole.tensors.height] * 3
     assert maker.times == 1
@@ -65,7 +65,7 @@ def test_a_frame_that_cannot_be_made_is_asked_for_again() -> None:
     def never() -> pl.DataFrame:
         raise OSError("the file is gone")
 
-    trace = odd_trace(1).with_deferred("tensors", Deferred(never))
+    trace = odd_trace(1).with_deferred("tensors", DeferredFrame(never))
     for _ in range(2):
         with pytest.raises(OSError, match="the file is gone"):
             _ = trace.tensors
@@ -80,9 +80,9 @@ def test_what_leaves_the_process_is_whole(tmp_path) -> None:
     assert maker.times == 1
     assert [name for name, frame in back.frames().items() if not frame.equals(odd_trace(1).frames()[name])] == []
     trace, maker = deferred("tensors")
-    trace_store.save(trace, tmp_path)
+    storage.save(trace, tmp_path)
     assert maker.times == 1
-    again = trace_store.saved(tmp_path)
+    again = storage.load_trace(tmp_path)
     assert again.meta == trace.meta
     assert again.notices == trace.notices
     assert [name for name, frame in again.frames().items() if not frame.equals(odd_trace(1).frames()[name])] == []
@@ -90,19 +90,19 @@ def test_what_leaves_the_process_is_whole(tmp_path) -> None:
 
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "passed on"])
 def test_a_stored_trace_that_is_not_whole_is_refused(kept: bool, tmp_path) -> None:
-    trace_store.save(odd_trace(2), tmp_path, kept=kept)
+    storage.save(odd_trace(2), tmp_path, kept=kept)
     head = tmp_path / "trace.json"
     whole = head.read_bytes()
     changes = [whole[:-1], whole.replace(b'"version": ', b'"version": 1'), b"", whole[len(whole) // 2 :]]
     for changed in changes:
         head.write_bytes(changed)
         with pytest.raises(Exception, match=r"the head is not as it was written|format \d+ is not"):
-            trace_store.saved(tmp_path, kept=kept)
+            storage.load_trace(tmp_path, kept=kept)
     head.write_bytes(whole)
-    assert trace_store.saved(tmp_path, kept=kept).events.equals(odd_trace(2).events)
+    assert storage.load_trace(tmp_path, kept=kept).events.equals(odd_trace(2).events)
     (tmp_path / "events.arrow").write_bytes((tmp_path / "lanes.arrow").read_bytes())
     with pytest.raises(Exception, match=r"frame events is not as"):
-        trace_store.saved(tmp_path, kept=kept)
+        storage.load_trace(tmp_path, kept=kept)
     (tmp_path / "events.arrow").unlink()
     with pytest.raises(OSError, match=r"events\.arrow"):
-        trace_store.saved(tmp_path, kept=kept)
+        storage.load_trace(tmp_path, kept=kept)

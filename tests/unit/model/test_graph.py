@@ -8,8 +8,7 @@ import polars as pl
 import pytest
 
 from support.small_graph import small_graph
-from traceloom.model.graph import Graph
-from traceloom.model.graph_schema import empty_frame
+from traceloom.graph.graph import Graph, empty_frame
 
 
 def test_a_graph_without_nodes_is_of_one_rank() -> None:

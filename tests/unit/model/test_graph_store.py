@@ -14,9 +14,7 @@ from polars.testing import assert_frame_equal
 
 from support.small_graph import small_graph
 from traceloom.errors import InputError, OutputError
-from traceloom.model.graph import Graph
-from traceloom.model.graph_schema import empty_frame
-from traceloom.model.graph_store import is_graph, load, save
+from traceloom.graph.graph import Graph, empty_frame, is_graph, load, save
 
 
 def same(one: Graph, other: Graph) -> None:

@@ -12,8 +12,9 @@ import pytest
 from support.odd_traces import SEEDS, odd_trace
 from support.small_graph import small_graph
 from traceloom.errors import InvariantError
-from traceloom.model import Session, Trace
-from traceloom.model.graph import Graph
+from traceloom.graph.graph import Graph
+from traceloom.trace.session import Session
+from traceloom.trace.trace import Trace
 
 CHANGES = 40  # of each trace and graph
 

@@ -8,7 +8,7 @@ from importlib.resources import files
 import polars as pl
 import pytest
 
-from traceloom.model.letter_case import contain, contains, lowered
+from traceloom.trace.frames import contains, contains_any, lower_ascii
 
 NAMES = pl.Series(
     [
@@ -42,8 +42,10 @@ def examples() -> pl.Series:
 
 def test_the_tables_find_the_same_names_by_lower_case() -> None:
     names = examples()
-    for pattern, found in zip(patterns(), contain(names, [f"(?i){pattern}" for pattern in patterns()]), strict=True):
-        assert lowered(pattern) is not None, pattern
+    for pattern, found in zip(
+        patterns(), contains_any(names, [f"(?i){pattern}" for pattern in patterns()]), strict=True
+    ):
+        assert lower_ascii(pattern) is not None, pattern
         assert found.to_list() == names.str.contains(f"(?i){pattern}").to_list(), pattern
 
 
@@ -52,8 +54,8 @@ def test_the_tables_find_the_same_names_by_lower_case() -> None:
     [r"\W", r"\pL", r"\x41", "(?P<Name>a)", "(?-i)Gemm", "[[:upper:]]", "[A-c]", "[+-Z]", r"\D", "é", r"\u0041"],
 )
 def test_what_lower_case_would_change_is_asked_as_it_stands(pattern: str) -> None:
-    assert lowered(pattern) is None
-    assert contain(NAMES, [f"(?i){pattern}"])[0].to_list() == NAMES.str.contains(f"(?i){pattern}").to_list()
+    assert lower_ascii(pattern) is None
+    assert contains_any(NAMES, [f"(?i){pattern}"])[0].to_list() == NAMES.str.contains(f"(?i){pattern}").to_list()
 
 
 def test_only_what_asks_for_any_case_gets_it() -> None:

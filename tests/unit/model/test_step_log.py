@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from traceloom.model.step_log import WARM_UP, all_steps, captured_table, undisturbed_steps
-from traceloom.model.trace import Meta
+from traceloom.trace.session import WARM_UP, all_steps, captured_table, undisturbed_steps
+from traceloom.trace.trace import Meta
 
 TABLE: dict[str, Any] = {
     "duration_ns": [50, 40, 30, 20, 10, 0], "state": ["unrecorded", "recorded", "graph", "unrecorded", "x", "early"],

@@ -8,9 +8,9 @@ import polars as pl
 import pytest
 
 from traceloom.errors import InvariantError, UsageError
-from traceloom.model import Notice, Session
-from traceloom.model.notice import worst_first
 from traceloom.testing import TraceBuilder
+from traceloom.trace.notice import Notice, worst_first
+from traceloom.trace.session import Session
 
 
 def trace(rank: int | None = 0):

@@ -17,20 +17,19 @@ pytest.importorskip("htpy", reason="the extra `fleet` is not installed")
 
 from support.html_tree import words
 from support.page_contents import EVIL, NOON, SECOND, SPELLED, ContentPage, Shown, answered
-from traceloom.collect.questions.rules import DocumentAnswer, DocumentHistoryAnswer, DocumentVersion
-from traceloom.fleet.attribution import UNATTRIBUTED
-from traceloom.fleet.documents import OwnerRule, prices_of
-from traceloom.portal.asking import to_page
-from traceloom.portal.charts import DAY_NS
-from traceloom.portal.page import PageContent
-from traceloom.portal.pages import attribution, invest, owners, prices, regressions, topline
-from traceloom.portal.pages.attribution import TimeView
-from traceloom.portal.pages.invest import SavingsView
-from traceloom.portal.pages.owners import OwnersView
-from traceloom.portal.pages.prices import PricesView
-from traceloom.portal.pages.topline import ToplineView
-from traceloom.portal.table import PageTable
-from traceloom.portal.visit import Address
+from traceloom.fleet.analyses.attribution import UNATTRIBUTED
+from traceloom.fleet.handlers.admin import DocumentAnswer, DocumentHistoryAnswer, DocumentVersion
+from traceloom.fleet.portal import question_pages
+from traceloom.fleet.portal.asking import to_page
+from traceloom.fleet.portal.charts import DAY_NS
+from traceloom.fleet.portal.page import PageContent
+from traceloom.fleet.portal.page_request import Address
+from traceloom.fleet.portal.pages import admin, attribution, kernel
+from traceloom.fleet.portal.pages.admin import OwnersView, PricesView
+from traceloom.fleet.portal.pages.attribution import TimeView
+from traceloom.fleet.portal.question_pages import SavingsView, ToplineView
+from traceloom.fleet.portal.tables import PageTable
+from traceloom.fleet.rules import OwnerRule, prices_of
 
 HOUR_MS = 3_600_000
 
@@ -168,7 +167,7 @@ def prices_page(text: str, version: int = 2, rows: list[Any] | None = None) -> C
     parts = [part(["H100"], 10, 0, cost=30.0), part([EVIL], 5, 0)] if rows is None else rows
     whole = part([], 15, 0, cost=30.0, cost_known_ms=10 * HOUR_MS)
     view = PricesView(document, prices_of(text) if version else None, HISTORY if version else NONE, parts, whole)
-    return ContentPage(prices.PAGE.content(view))
+    return ContentPage(admin.PRICES_PAGE.content(view))
 
 
 def test_prices_say_what_hours_cost_and_of_how_much_time() -> None:
@@ -208,7 +207,7 @@ def test_of_an_older_version_no_cost_is_shown_and_without_prices_none_either() -
 def owners_page(rules: list[OwnerRule], version: int, unattributed: int = 0, held: int = 0) -> ContentPage:
     document = DocumentAnswer(version=version, at_ns=NOON, who="ana", text="")
     view = OwnersView(document, tuple(rules), HISTORY if version else NONE, unattributed, held)
-    return ContentPage(owners.PAGE.content(view))
+    return ContentPage(admin.OWNERS_PAGE.content(view))
 
 
 def test_rules_of_owners_are_shown_in_their_order_with_what_is_nobodys() -> None:
@@ -244,7 +243,7 @@ def change(kernel: str, by: float, cause: str = "code", **more: Any) -> dict[str
 def test_changes_of_kernels_are_divided_by_what_they_mean() -> None:
     rows = [change(EVIL, 1.5), change("norm", 0.26, "host"), change("mixed", 0.4, "shapes"), change("fast", -0.5)]
     page = ContentPage(
-        regressions.PAGE.content(answered("regressions", facts={"series": 100, "short": 30}, changes=rows))
+        kernel.REGRESSIONS_PAGE.content(answered("regressions", facts={"series": 100, "short": 30}, changes=rows))
     )
     assert page.heading == f"{SPELLED} takes 2.5× as long now"
     tables = page.tables()
@@ -256,7 +255,9 @@ def test_changes_of_kernels_are_divided_by_what_they_mean() -> None:
     assert numbers["Cost"].value == "1.76 s", "of those that became slower alone"
     assert numbers["Faster"].value == "1"
     assert (numbers["Looked at"].value, numbers["Looked at"].about) == ("70", "series; 30 have too few jobs")
-    none = ContentPage(regressions.PAGE.content(answered("regressions", facts={"series": 5, "short": 5}, changes=[])))
+    none = ContentPage(
+        kernel.REGRESSIONS_PAGE.content(answered("regressions", facts={"series": 5, "short": 5}, changes=[]))
+    )
     assert none.heading == "No kernel became slower"
     assert "5 kernels with their shapes and devices were looked at" in words(none.by_id("slower-changes"))
     assert none.numbers()["Faster"].leads == ""
@@ -268,8 +269,8 @@ def test_changes_of_kernels_are_divided_by_what_they_mean() -> None:
      (0.0004, "<0.1 % longer"), (-0.9996, ">99.9 % shorter"), (0.9999, ">99.9 % longer")],
 )  # fmt: skip
 def test_a_change_is_said_in_words(by: float, shown: str) -> None:
-    assert regressions.times(by) == shown
-    sentence = regressions.sentence(change("k", by, "device", evidence="possible"))
+    assert kernel.times(by) == shown
+    sentence = kernel.sentence(change("k", by, "device", evidence="possible"))
     assert sentence == f"takes {shown}, as other models of device do more of its work (possible: no job can tell)"
 
 
@@ -302,7 +303,7 @@ def test_what_is_saved_is_the_sum_of_its_parts() -> None:
         {"rule": f"rule-{number}", "saved_ms": (12 - number) * HOUR_MS, "jobs": 2, "confidence": 0.9, "example": "c/1"}
         for number in range(12)
     ]
-    page = ContentPage(invest.PAGE.content(savings(["rule"], rows)))
+    page = ContentPage(question_pages.INVEST_PAGE.content(savings(["rule"], rows)))
     assert page.heading == "Fixing rule-0 would save 12 device hours"
     numbers = page.numbers()
     assert numbers["Could be saved"] == Shown("78 h", "78.0 % of the device time", "", "")
@@ -319,10 +320,10 @@ def test_what_is_saved_is_the_sum_of_its_parts() -> None:
     assert page.leads("findings", "Rule")[0].startswith("/invest?")
     assert page.column("findings", "What it is")[0], "as its page has it"
     by_job = [{"job": EVIL, "saved_ms": HOUR_MS, "jobs": 1, "confidence": None, "example": "c1"}]
-    other = ContentPage(invest.PAGE.content(savings(["job"], by_job)))
+    other = ContentPage(question_pages.INVEST_PAGE.content(savings(["job"], by_job)))
     assert other.heading == f"{SPELLED} could save 1 device hours"
     assert unquote(other.leads("rows", "Job")[0]) == f"/jobs/{EVIL}"
-    nothing = ContentPage(invest.PAGE.content(savings(["rule"], [])))
+    nothing = ContentPage(question_pages.INVEST_PAGE.content(savings(["rule"], [])))
     assert (nothing.heading, nothing.numbers()) == ("Where to invest", {})
 
 
@@ -343,7 +344,7 @@ def test_the_topline_says_what_is_measured_and_how_it_goes_together() -> None:
     whole = answered("topline", facts=facts, rows=[topline_row(device_use=0.5, compute_use=0.125)], correlations=pairs)
     rows = [topline_row(model=EVIL, device_use=0.0), topline_row(model="llm", flop_rate=2.5e14)]
     view = ToplineView(whole, answered("topline", "since=7d", facts, rows=rows), "model")
-    page = ContentPage(topline.PAGE.content(view))
+    page = ContentPage(question_pages.TOPLINE_PAGE.content(view))
     assert page.heading == "Devices that jobs hold compute 50.0 % of the time, at 12.5 % of their peak at least"
     assert set(page.numbers()) == {"Device use", "Compute use"}
     assert page.column("rows", "Device use") == ["0 %", "–"]
@@ -368,7 +369,7 @@ def test_the_topline_says_what_is_measured_and_how_it_goes_together() -> None:
     unknown = ToplineView(
         answered("topline", facts=facts, rows=[topline_row()]), answered("topline", facts=facts, rows=rows), "job"
     )
-    alone = ContentPage(topline.PAGE.content(unknown))
+    alone = ContentPage(question_pages.TOPLINE_PAGE.content(unknown))
     assert (alone.heading, alone.numbers(), list(alone.tables())) == ("The topline", {}, ["rows"])
 
 
@@ -377,7 +378,9 @@ def test_what_is_downloaded_of_a_page_is_exact(key: str) -> None:
     """A page rounds; its CSV and its JSON do not, and they agree."""
     if key == "kernel":
         rows = [change(EVIL, 1 / 3), change("=cmd()", 0.1)]
-        content = regressions.PAGE.content(answered("regressions", facts={"series": 2, "short": 0}, changes=rows))
+        content = kernel.REGRESSIONS_PAGE.content(
+            answered("regressions", facts={"series": 2, "short": 0}, changes=rows)
+        )
         table, exact = (
             table_of(content, "slower-changes"),
             [(row["kernel"], row["change"], row["extra_ns"]) for row in rows],

@@ -12,16 +12,17 @@ pytest.importorskip("htpy", reason="the extra `fleet` is not installed")
 
 from support.html_tree import HtmlTree, words
 from support.page_contents import EVIL, NOON, SECOND, SPELLED, ContentPage, Shown, fragment_tree
-from traceloom.agent.requests.model import Wanted
-from traceloom.collect.request_routes import FleetJobAnswer, FleetRequestAnswer, HostAnswer
-from traceloom.collect.service import Service
-from traceloom.collect.watch_routes import HostDetailAnswer, JobDetailAnswer
-from traceloom.portal.pages import audit, host, hosts, job, prices, request, tokens, triggers, webhooks
-from traceloom.portal.pages.host import HostView
-from traceloom.portal.pages.job import JobView
-from traceloom.portal.visit import Address, Visit
-from traceloom.store.state import ROLES, AuditEntry, Role, TokenRecord
-from traceloom.store.webhook_state import EVENTS, WebhookRecord
+from traceloom.agent.traces.requests import Wanted
+from traceloom.fleet.handlers.hosts import FleetJobAnswer, FleetRequestAnswer, HostAnswer
+from traceloom.fleet.handlers.now import HostDetailAnswer, JobDetailAnswer
+from traceloom.fleet.portal.page_request import Address, Visit
+from traceloom.fleet.portal.pages import admin, job, overview
+from traceloom.fleet.portal.pages import job as request
+from traceloom.fleet.portal.pages.job import JobView
+from traceloom.fleet.portal.pages.overview import HostView
+from traceloom.fleet.service.service import Service
+from traceloom.fleet.store.captures import ROLES, AuditEntry, Role, TokenRecord
+from traceloom.fleet.store.rules import EVENTS, WebhookRecord
 
 NO_SERVICE = cast("Service", None)  # forms are drawn of what was asked already
 
@@ -53,11 +54,11 @@ def test_tokens_are_active_until_they_are_revoked_or_expire() -> None:
         TokenRecord(name="late", role="viewer", created_ns=NOON, expires_ns=now - day, revoked_ns=0),
         TokenRecord(name="gone", role="viewer", created_ns=NOON, expires_ns=now - day, revoked_ns=NOON),
     ]
-    page = ContentPage(tokens.PAGE.content(rows))
+    page = ContentPage(admin.TOKENS_PAGE.content(rows))
     assert page.column("tokens", "Token") == ["a", SPELLED, "late", "gone"]
     assert page.column("tokens", "State") == ["active", "active", "expired", "revoked"]
     assert page.column("tokens", "Until")[0] == "–"
-    form = fragment_tree(tokens.PAGE.controls(visitor("admin"), rows))
+    form = fragment_tree(admin.TOKENS_PAGE.controls(visitor("admin"), rows))
     revocable = [of.get("value") for of in form.all("option")]
     assert revocable == ["a", EVIL.replace("\u202e", "\\u202e")], "what opens nothing any more need not be revoked"
     assert fields(form)["role"] == "requester", "not more than is asked for"
@@ -66,18 +67,18 @@ def test_tokens_are_active_until_they_are_revoked_or_expire() -> None:
 
 def test_a_form_that_was_refused_shows_what_was_written() -> None:
     sent = {"name": EVIL, "days": "-3", "role": "operator"}
-    form = fragment_tree(tokens.PAGE.controls(visitor("admin", **sent), []))
+    form = fragment_tree(admin.TOKENS_PAGE.controls(visitor("admin", **sent), []))
     assert fields(form) == {"name": SPELLED, "days": "-3", "role": "operator"}
     [unfolded] = [of for of in form.all("details") if of.get("id") == "make"]
     assert "open" in unfolded.attrib
     assert all(words(of) != "Revoke a token …" for of in form.all("summary")), "there is none to revoke"
     hook = fragment_tree(
-        webhooks.PAGE.controls(visitor("admin", do="add", name="x", url=EVIL, events=["request.done"]), [])
+        admin.WEBHOOKS_PAGE.controls(visitor("admin", do="add", name="x", url=EVIL, events=["request.done"]), [])
     )
     assert fields(hook) == {"name": "x", "url": SPELLED, "events": "request.done"}
     text = "a = 1\r\nb = '</textarea><script>'\t\r\n"
     written = fragment_tree(
-        prices.document_form(visitor("operator", text=text), "Change", "prices.toml", "old", "about")
+        admin.document_form(visitor("operator", text=text), "Change", "prices.toml", "old", "about")
     )
     assert written.all("script") == []
     assert "".join(written.all("textarea")[0].itertext()) == text.replace("\r\n", "\n"), "with its lines and tabs"
@@ -91,7 +92,7 @@ def webhook(name: str, **changes: Any) -> WebhookRecord:
 
 def test_webhooks_say_what_waits_arrived_and_was_lost() -> None:
     rows = [webhook("chat", waiting=3, delivered=1200, failed=1, dropped=4, error=EVIL), webhook("pager", delivered=5)]
-    page = ContentPage(webhooks.PAGE.content(rows))
+    page = ContentPage(admin.WEBHOOKS_PAGE.content(rows))
     assert page.heading == "2 webhooks"
     assert page.column("webhooks", "Lost") == ["5", "0"], "what was given up and what was dropped"
     assert page.column("webhooks", "Last error") == [SPELLED, "–"]
@@ -100,9 +101,9 @@ def test_webhooks_say_what_waits_arrived_and_was_lost() -> None:
         "Waiting": Shown("3", "events", "", ""), "Arrived": Shown("1\u202f205", "events", "", ""),
         "Lost": Shown("5", "events", "bad", ""),
     }  # fmt: skip
-    none = ContentPage(webhooks.PAGE.content([]))
+    none = ContentPage(admin.WEBHOOKS_PAGE.content([]))
     assert (none.heading, none.numbers(), none.tables()) == ("No webhooks", {}, {})
-    form = fragment_tree(webhooks.PAGE.controls(visitor("admin"), rows))
+    form = fragment_tree(admin.WEBHOOKS_PAGE.controls(visitor("admin"), rows))
     assert fields(form)["events"].split(",") == list(EVENTS), "all are chosen where nobody chose"
     by_name = {of.get("name"): [each.get("value") for each in of.iter("option")] for of in form.all("select")}
     assert by_name == {"try": ["chat", "pager"], "remove": ["chat", "pager"]}
@@ -115,7 +116,7 @@ def test_the_audit_says_who_did_what() -> None:
         ),
         AuditEntry(at_ns=NOON - SECOND, who="", what="POST /sign-in", result="unknown-token", details={}),
     ]
-    page = ContentPage(audit.PAGE.content(rows))
+    page = ContentPage(admin.AUDIT_PAGE.content(rows))
     assert page.tables()["audit"].texts == [
         ["2026-09-21 14:13:20 UTC", SPELLED, "POST /api/v1/tokens", "done", "name x, role admin"],
         ["2026-09-21 14:13:19 UTC", "–", "POST /sign-in", "unknown-token", "–"],
@@ -145,29 +146,30 @@ def test_forms_are_shown_to_those_who_may_send_them(role: Role) -> None:
         return 0 if controls is None else len(fragment_tree(cast("Any", controls)).all("form"))
 
     somebodys, own = running(who="bo"), running()
-    assert forms(request.PAGE.controls(visitor(role), somebodys)) == (rank >= ROLES.index("operator"))
-    assert forms(request.PAGE.controls(visitor(role), own)) == (rank >= ROLES.index("requester"))
-    assert forms(request.PAGE.controls(visitor(role), running("done"))) == 0, "it has ended"
-    assert forms(hosts.PAGE.controls(visitor(role), [])) == (rank >= ROLES.index("operator"))
+    assert forms(request.REQUEST_PAGE.controls(visitor(role), somebodys)) == (rank >= ROLES.index("operator"))
+    assert forms(request.REQUEST_PAGE.controls(visitor(role), own)) == (rank >= ROLES.index("requester"))
+    assert forms(request.REQUEST_PAGE.controls(visitor(role), running("done"))) == 0, "it has ended"
+    assert forms(overview.HOSTS_PAGE.controls(visitor(role), [])) == (rank >= ROLES.index("operator"))
     view = HostView(HostDetailAnswer(host=HostAnswer(host="h"), devices=[], processes=[]), [])
-    assert forms(host.PAGE.controls(visitor(role), view)) == (rank >= ROLES.index("operator"))
-    assert forms(job.PAGE.controls(visitor(role), job_of())) == (rank >= ROLES.index("requester"))
-    assert forms(job.PAGE.controls(visitor(role), job_of(traceable=0))) == 0, "nothing of it can be traced"
+    assert forms(overview.HOST_PAGE.controls(visitor(role), view)) == (rank >= ROLES.index("operator"))
+    assert forms(job.JOB_PAGE.controls(visitor(role), job_of())) == (rank >= ROLES.index("requester"))
+    assert forms(job.JOB_PAGE.controls(visitor(role), job_of(traceable=0))) == 0, "nothing of it can be traced"
     assert (
-        job.PAGE.controls(visitor(role), JobView("a", JobDetailAnswer(job=None, processes=[]), [], [], [], [])) is None
+        job.JOB_PAGE.controls(visitor(role), JobView("a", JobDetailAnswer(job=None, processes=[]), [], [], [], []))
+        is None
     )
-    rules = triggers.FleetTriggersAnswer(
+    rules = admin.FleetTriggersAnswer(
         toml="", rules=[], traces_per_day=1, traces_left=1, bytes_per_day=1, bytes_left=1, share=0.1, trouble=""
     )
-    assert forms(triggers.PAGE.controls(visitor(role), rules)) == (rank >= ROLES.index("operator"))
+    assert forms(admin.TRIGGERS_PAGE.controls(visitor(role), rules)) == (rank >= ROLES.index("operator"))
 
 
 def test_the_form_of_a_trace_keeps_what_was_chosen() -> None:
-    first = fields(fragment_tree(job.PAGE.controls(visitor("requester"), job_of())))
+    first = fields(fragment_tree(job.JOB_PAGE.controls(visitor("requester"), job_of())))
     assert first == {"by": "steps", "length": "3", "choose": "", "ranks": "", "profilers": "timeline"}
     again = fields(
         fragment_tree(
-            job.PAGE.controls(
+            job.JOB_PAGE.controls(
                 visitor(
                     "requester", by="seconds", length="0.5", choose="slowest-and-median", ranks="0,x",
                     profilers=["stacks", "dump"], details=["shapes", "flops"],
@@ -184,11 +186,11 @@ def test_the_form_of_a_trace_keeps_what_was_chosen() -> None:
 
 def test_what_cannot_be_taken_back_is_asked_once_more() -> None:
     for controls in (
-        request.PAGE.controls(visitor("admin"), running()),
-        tokens.PAGE.controls(
+        request.REQUEST_PAGE.controls(visitor("admin"), running()),
+        admin.TOKENS_PAGE.controls(
             visitor("admin"), [TokenRecord(name="a", role="admin", created_ns=0, expires_ns=0, revoked_ns=0)]
         ),
-        webhooks.PAGE.controls(visitor("admin"), [webhook("chat")]),
+        admin.WEBHOOKS_PAGE.controls(visitor("admin"), [webhook("chat")]),
     ):
         tree = fragment_tree(controls)
         dangerous = [of for of in tree.all("button") if of.get("class") == "danger"]

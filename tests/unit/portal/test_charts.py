@@ -10,8 +10,7 @@ pytest.importorskip("htpy", reason="the extra `fleet` is not installed")
 
 from htpy import Node, div
 
-from traceloom.model import units
-from traceloom.portal.charts import (
+from traceloom.fleet.portal.charts import (
     DAY_NS,
     HOUR_NS,
     ChartColumn,
@@ -23,6 +22,7 @@ from traceloom.portal.charts import (
     icicle,
     share_bar,
 )
+from traceloom.system import units
 
 EVIL = "</title><script>alert(1)</script>&\"'"
 START = 20_000 * DAY_NS

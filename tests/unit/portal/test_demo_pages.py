@@ -25,9 +25,9 @@ from support.html_tree import HtmlTree, words  # noqa: E402
 from support.portal_pages import addresses  # noqa: E402
 from support.running_service import Seen  # noqa: E402
 from support.served_demo import DemoService, served_demo  # noqa: E402
-from traceloom.collect.client import FleetClient  # noqa: E402
-from traceloom.portal.pages import PAGES  # noqa: E402
-from traceloom.store.state import ROLES  # noqa: E402
+from traceloom.cli.upload import FleetClient  # noqa: E402
+from traceloom.fleet.portal.app import PAGES  # noqa: E402
+from traceloom.fleet.store.captures import ROLES  # noqa: E402
 
 ASKING = {"/regressions", "/kernels", "/gpu-time", "/outliers", "/attribution", "/topline", "/invest"}
 LEAF = 50  # rows that a page shows of a table at once

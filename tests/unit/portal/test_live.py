@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("htpy", reason="the extra `fleet` is not installed")
 
-from traceloom.agent.http.answers import RequestError
-from traceloom.portal.live import Live, LiveContent
+from traceloom.fleet.portal.live import Live, LiveContent
+from traceloom.server.problem import RequestError
 
 
 class Changing:

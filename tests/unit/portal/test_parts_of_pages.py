@@ -14,19 +14,19 @@ pytest.importorskip("htpy", reason="the extra `fleet` is not installed")
 
 from support.html_tree import HtmlTree, words
 from support.page_contents import EVIL, NOON, SECOND, SPELLED, ContentPage, fragment_tree
-from traceloom.agent.http.answers import RequestError
-from traceloom.collect.questions.asking import KernelsAsking
-from traceloom.fleet.owners import fits
-from traceloom.model import units
-from traceloom.portal import charts, layout, links, pictures
-from traceloom.portal.asking import FILTERS, RANGES, asking_form, choice, pattern_of
-from traceloom.portal.charts import DAY_NS, HOUR_NS, ChartColumn, ChartDot
-from traceloom.portal.forms import MOST_RANKS, number_of, ranks_of
-from traceloom.portal.page import ContentSection, KeyNumber, PageContent
-from traceloom.portal.pages import PAGES
-from traceloom.portal.table import PageColumn, PageTable, instant, state_mark
-from traceloom.portal.visit import Address
-from traceloom.store.state import ROLES, Role, TokenRecord
+from traceloom.fleet.analyses.attribution import fits
+from traceloom.fleet.portal import charts, page
+from traceloom.fleet.portal import charts as pictures
+from traceloom.fleet.portal.app import PAGES
+from traceloom.fleet.portal.asking import FILTERS, RANGES, asking_form, choice, pattern_of
+from traceloom.fleet.portal.charts import DAY_NS, HOUR_NS, ChartColumn, ChartDot
+from traceloom.fleet.portal.page import MOST_RANKS, ContentSection, KeyNumber, PageContent, number_of, ranks_of
+from traceloom.fleet.portal.page_request import Address
+from traceloom.fleet.portal.tables import PageColumn, PageTable, instant, state_mark
+from traceloom.fleet.questions.declaration import KernelsAsking
+from traceloom.fleet.store.captures import ROLES, Role, TokenRecord
+from traceloom.server.problem import RequestError
+from traceloom.system import units
 
 NAMES = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=12)
 
@@ -80,14 +80,14 @@ def test_what_is_no_number_above_0_is_refused_in_words(text: str) -> None:
 
 @given(NAMES)
 def test_a_link_holds_the_whole_name_and_nothing_behind_it(name: str) -> None:
-    for link in (links.to_job, links.to_host, links.to_request, links.to_capture):
+    for link in (page.to_job, page.to_host, page.to_request, page.to_capture):
         href = link(name)
         parts = urlsplit(href)
         assert (parts.scheme, parts.netloc, parts.query, parts.fragment) == ("", "", "", "")
         kind, _, rest = parts.path.removeprefix("/").partition("/")
         assert unquote(rest) == name
         assert kind in {"jobs", "hosts", "requests", "captures"}
-        if link is not links.to_job:  # whose names have parts themselves
+        if link is not page.to_job:  # whose names have parts themselves
             assert "/" not in rest
 
 
@@ -105,19 +105,19 @@ def test_an_address_that_is_changed_keeps_all_else(query: dict[str, str], name: 
 
 @pytest.mark.parametrize("address", ["/", "/jobs?jobs.q=a", "/jobs/a//b", "/a:b", "/x#y"])
 def test_addresses_of_this_service_stay(address: str) -> None:
-    assert layout.local_path(address) == address
+    assert page.local_path(address) == address
 
 
 @pytest.mark.parametrize(
     "address", ["", "jobs", "//x", "/\\x", "http:/x", "https://x/", "/\x00", "/\u202e", "/a\nb", "\\\\x"]
 )
 def test_all_others_lead_to_the_start(address: str) -> None:
-    assert layout.local_path(address) == "/"
+    assert page.local_path(address) == "/"
 
 
 def menu_of(role: Role, path: str) -> dict[str, str | None]:
     token = TokenRecord(name=EVIL, role=role, created_ns=0, expires_ns=0, revoked_ns=0)
-    tree = HtmlTree(layout.document(title=EVIL, inside="inside", token=token, pages=PAGES, path=path))
+    tree = HtmlTree(page.document(title=EVIL, inside="inside", token=token, pages=PAGES, path=path))
     assert words(tree.all("title")[0]) == f"{SPELLED} · Traceloom"
     assert [words(of) for of in tree.all("b")] == [SPELLED]
     return {of.get("href") or "": of.get("aria-current") for of in next(of for of in tree.all("nav")).iter("a")}
@@ -133,25 +133,25 @@ def test_the_menu_has_the_pages_that_a_role_may_read(role: Role) -> None:
 
 
 def test_a_page_for_nobody_has_no_menu() -> None:
-    tree = HtmlTree(layout.document(title="Sign in", inside=layout.sign_in(EVIL, None, expired=True)))
+    tree = HtmlTree(page.document(title="Sign in", inside=page.sign_in(EVIL, None, expired=True)))
     assert tree.all("nav") == []
     assert [of.get("value") for of in tree.all("input") if of.get("name") == "next"] == [SPELLED]
     assert "Your session has ended." in words(tree.by_id("main"))
     refused = RequestError(401, "this token does not open anything", slug="unknown-token")
-    both = HtmlTree(layout.document(title="Sign in", inside=layout.sign_in("/", refused, expired=True)))
+    both = HtmlTree(page.document(title="Sign in", inside=page.sign_in("/", refused, expired=True)))
     assert "This token does not open anything." in words(both.by_id("main"))
     assert "Your session has ended." not in words(both.by_id("main")), "what is wrong now counts"
 
 
 def test_a_refusal_is_a_sentence_with_its_code() -> None:
     error = RequestError(404, "there is no `<b>`", slug="no-such-job", hint="see `traceloom jobs`, or ask")
-    tree = fragment_tree(layout.refusal(error))
+    tree = fragment_tree(page.refusal(error))
     assert words(tree.all("h1")[0]) == "There is no <b>."
     assert [words(of) for of in tree.all("code")] == ["<b>", "traceloom jobs"]
     assert words(tree.all("p")[0]) == "404 · no-such-job"
     whole = RequestError(400, "why?", slug="s")
-    assert words(fragment_tree(layout.problem(whole)).all("p")[0]) == "Why?"
-    working = fragment_tree(layout.still_working(EVIL, 3.4))
+    assert words(fragment_tree(page.problem(whole)).all("p")[0]) == "Why?"
+    working = fragment_tree(page.still_working(EVIL, 3.4))
     assert words(working.all("h1")[0]) == SPELLED
     assert "3 s so far" in words(working.all("p")[1])
 

@@ -15,8 +15,8 @@ from support.html_tree import HtmlTree, words  # noqa: E402
 from support.patient_service import patient  # noqa: E402
 from support.running_service import RunningService  # noqa: E402
 from support.waiting import until  # noqa: E402
-from traceloom.portal.pages import PAGES  # noqa: E402
-from traceloom.store.state import State  # noqa: E402
+from traceloom.fleet.portal.app import PAGES  # noqa: E402
+from traceloom.fleet.store.captures import State  # noqa: E402
 
 
 @pytest.fixture(scope="module")

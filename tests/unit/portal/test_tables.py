@@ -12,9 +12,9 @@ import pytest
 pytest.importorskip("htpy", reason="the extra `fleet` is not installed")
 
 from support.pages import Elements
-from traceloom.portal.layout import written
-from traceloom.portal.table import LEAF, PageColumn, PageTable
-from traceloom.portal.visit import Address
+from traceloom.fleet.portal.page import format_value
+from traceloom.fleet.portal.page_request import Address
+from traceloom.fleet.portal.tables import LEAF, PageColumn, PageTable
 
 EVIL = "<script>alert(1)</script>\u202e"
 COLUMNS = (
@@ -45,14 +45,14 @@ def test_rows_are_sorted_and_filtered_as_the_address_says() -> None:
 
 
 def test_texts_of_strangers_are_text_and_nothing_invisible_is_left() -> None:
-    page = written(TABLE.render(Address("/p", "")))
+    page = format_value(TABLE.render(Address("/p", "")))
     elements = Elements(page)
     assert elements.tags["script"] == 0
     assert "<script>alert(1)</script>\\u202e" in elements.shown
     assert "2.00 MB" in elements.shown
     assert ("span", "title", "nobody knows") in elements.attributes
     assert ("time", "datetime", "2026-09-21T14:13:20.000+00:00") in elements.attributes
-    assert "Make one." in written(PageTable("t", "Things", COLUMNS, [], "Make one.").render(Address("/p", "")))
+    assert "Make one." in format_value(PageTable("t", "Things", COLUMNS, [], "Make one.").render(Address("/p", "")))
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_texts_of_strangers_are_text_and_nothing_invisible_is_left() -> None:
 )
 def test_a_long_table_has_leaves(asked: str, first: int, last: int) -> None:
     table = PageTable("t", "Things", COLUMNS[:1], [{"name": f"n{k}", "size": k} for k in range(120)])
-    elements = Elements(written(table.render(Address("/p", f"t.leaf={asked}&t.sort=&u.q=kept"))))
+    elements = Elements(format_value(table.render(Address("/p", f"t.leaf={asked}&t.sort=&u.q=kept"))))
     assert elements.tags["tr"] == 1 + last - first + 1 <= 1 + LEAF
     assert f"n{first}" in elements.shown
     assert f"{first + 1} to {last + 1} of 120" in elements.shown
@@ -87,5 +87,5 @@ def test_downloads_are_exact_and_no_formulas() -> None:
 )
 def test_an_odd_number_of_a_leaf_is_never_a_defect(asked: str, first: int) -> None:
     table = PageTable("t", "Things", COLUMNS[:1], [{"name": f"n{k}", "size": k} for k in range(120)])
-    shown = Elements(written(table.render(Address("/p", urlencode({"t.leaf": asked})))))
+    shown = Elements(format_value(table.render(Address("/p", urlencode({"t.leaf": asked})))))
     assert f"{first} to {min(first + 49, 120)} of 120" in shown.shown

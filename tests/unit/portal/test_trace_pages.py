@@ -16,17 +16,17 @@ import itertools
 
 from support.html_tree import words
 from support.page_contents import EVIL, NOON, SECOND, SPELLED, ContentPage, Shown, fragment_tree, request
-from traceloom.agent.requests.model import Wanted
+from traceloom.agent.traces.requests import Wanted
 from traceloom.agent.triggers.store import Fired, Refused
-from traceloom.collect.answers import CaptureAnswer, TaskAnswer
-from traceloom.collect.plan import FLEET_ENDED, FleetState
-from traceloom.collect.request_routes import HostOfRequest
-from traceloom.collect.trigger_routes import FleetTriggerAnswer, FleetTriggersAnswer
-from traceloom.portal.pages import captures as captures_page
-from traceloom.portal.pages import request as request_page
-from traceloom.portal.pages import requests as requests_page
-from traceloom.portal.pages import triggers as triggers_page
-from traceloom.portal.visit import Address
+from traceloom.fleet.api import CaptureAnswer, TaskAnswer
+from traceloom.fleet.handlers.admin import FleetTriggerAnswer, FleetTriggersAnswer
+from traceloom.fleet.handlers.hosts import HostOfRequest
+from traceloom.fleet.portal.page_request import Address
+from traceloom.fleet.portal.pages import admin as triggers_page
+from traceloom.fleet.portal.pages import captures as captures_page
+from traceloom.fleet.portal.pages import job as request_page
+from traceloom.fleet.portal.pages import job as requests_page
+from traceloom.fleet.service.request_plan import FLEET_ENDED, FleetState
 
 STATES: tuple[FleetState, ...] = get_args(FleetState)
 
@@ -42,7 +42,7 @@ def capture(number: int, state: str, **changes: object) -> CaptureAnswer:
 def test_requests_are_counted_by_how_they_ended() -> None:
     states = ["running", "done", "done", "partial", "failed", "cancelled", "planned"]
     rows = [request(f"r{number}", state) for number, state in enumerate(states)]
-    page = ContentPage(requests_page.PAGE.content(rows))
+    page = ContentPage(requests_page.REQUESTS_PAGE.content(rows))
     assert page.column("requests", "State") == states
     assert page.numbers() == {
         "Being taken": Shown("2", "have not ended", "", ""),
@@ -51,7 +51,7 @@ def test_requests_are_counted_by_how_they_ended() -> None:
         "Failed": Shown("1", "gave nothing", "bad", "/requests?requests.q=failed"),
     }
     # What the number of those that failed leads to are exactly these.
-    filtered = ContentPage(requests_page.PAGE.content(rows), "requests.q=failed", "/requests")
+    filtered = ContentPage(requests_page.REQUESTS_PAGE.content(rows), "requests.q=failed", "/requests")
     assert filtered.column("requests", "State") == ["failed"]
 
 
@@ -72,7 +72,7 @@ def test_a_request_says_what_was_asked_by_whom_and_why_there_is_nothing() -> Non
             hosts=[HostOfRequest(host="n", state="done", since_ns=1)],
         ),
     ]
-    page = ContentPage(requests_page.PAGE.content(rows))
+    page = ContentPage(requests_page.REQUESTS_PAGE.content(rows))
     assert page.column("requests", "What") == ["250 ms, stacks, dump", "1 step, timeline"]
     assert page.column("requests", "By") == [SPELLED, "ana"]
     assert page.column("requests", "Why") == [SPELLED, "–"]
@@ -80,14 +80,14 @@ def test_a_request_says_what_was_asked_by_whom_and_why_there_is_nothing() -> Non
     assert page.leads("requests", "Asked") == ["/requests/r%2F1", "/requests/r2"]
     assert page.leads("requests", "Capture") == ["", "/captures/c%2F2"]
     assert unquote(page.leads("requests", "Job")[1]) == f"/jobs/{EVIL}"
-    nothing = ContentPage(requests_page.PAGE.content([]))
+    nothing = ContentPage(requests_page.REQUESTS_PAGE.content([]))
     assert (nothing.numbers(), nothing.tables()) == ({}, {})
     assert "/jobs" in nothing.links()
 
 
 @pytest.mark.parametrize("state", STATES)
 def test_a_request_stands_where_its_state_is_on_the_way(state: FleetState) -> None:
-    content = request_page.PAGE.content(request("r", state, reason="some-reason", capture="c1"))
+    content = request_page.REQUEST_PAGE.content(request("r", state, reason="some-reason", capture="c1"))
     assert content.ended == (state in FLEET_ENDED)
     page = ContentPage(content)
     way = page.by_id("way-part")
@@ -109,7 +109,7 @@ def test_a_request_stands_where_its_state_is_on_the_way(state: FleetState) -> No
 
 def test_a_capture_that_could_not_be_analysed_is_no_report() -> None:
     for reason, name in (("", "Open the report"), ("analysis-failed", "See the capture")):
-        page = ContentPage(request_page.PAGE.content(request("r", "partial", capture="c1", reason=reason)))
+        page = ContentPage(request_page.REQUEST_PAGE.content(request("r", "partial", capture="c1", reason=reason)))
         assert [words(of) for of in page.by_id("way-part").iter("a")] == [name]
 
 
@@ -125,7 +125,7 @@ def test_a_request_shows_every_host_and_what_it_says() -> None:
         HostOfRequest(host=EVIL, state="failed", since_ns=NOON, reason="unreachable", detail=EVIL),
         HostOfRequest(host="n3", state="failed", since_ns=NOON, reason="unreachable"),
     ]
-    page = ContentPage(request_page.PAGE.content(request("r", "partial", start_ns=NOON + SECOND, hosts=hosts)))
+    page = ContentPage(request_page.REQUEST_PAGE.content(request("r", "partial", start_ns=NOON + SECOND, hosts=hosts)))
     assert page.column("hosts", "Ranks") == ["0-2, 5", "–", "–"]
     assert page.column("hosts", "Why") == ["–", SPELLED, "unreachable"]
     assert page.leads("hosts", "Host")[0] == "/hosts/n%2F1"
@@ -133,7 +133,7 @@ def test_a_request_shows_every_host_and_what_it_says() -> None:
     numbers = page.numbers()
     assert numbers["Job"] == Shown("a", "that is traced", "", "/jobs/a")
     assert numbers["Begins"].value == "2026-09-21 14:13:21 UTC"
-    early = ContentPage(request_page.PAGE.content(request("r", "planned")))
+    early = ContentPage(request_page.REQUEST_PAGE.content(request("r", "planned")))
     assert early.numbers()["Begins"].value == "–"
     assert "No host has such processes." in words(early.by_id("hosts"))
 
@@ -141,7 +141,7 @@ def test_a_request_shows_every_host_and_what_it_says() -> None:
 @given(st.sets(st.integers(0, 60), min_size=1))
 def test_ranges_of_ranks_hold_the_ranks_that_they_are_of(ranks: set[int]) -> None:
     hosts = [HostOfRequest(host="n", state="done", since_ns=1, ranks=sorted(ranks))]
-    page = ContentPage(request_page.PAGE.content(request("r", "done", hosts=hosts)))
+    page = ContentPage(request_page.REQUEST_PAGE.content(request("r", "done", hosts=hosts)))
     [shown] = page.column("hosts", "Ranks")
     spans = [tuple(map(int, re.findall(r"\d+", part))) for part in shown.split(", ")]
     assert {rank for span in spans for rank in range(span[0], span[-1] + 1)} == ranks
@@ -155,7 +155,7 @@ def test_captures_are_counted_by_state_and_lead_to_where_they_are() -> None:
         capture(1, "quarantined", tasks=[TaskAnswer(version="1", state="committed", attempts=1, error="old"), failed]),
         capture(2, "", job="", files={}, bytes=0),
     ]
-    page = ContentPage(captures_page.PAGE.content(rows))
+    page = ContentPage(captures_page.CAPTURES_PAGE.content(rows))
     assert page.column("captures", "State") == ["committed", "quarantined", "–"]
     assert page.column("captures", "Why not") == ["–", SPELLED, "–"], "the last that was tried counts"
     assert page.column("captures", "Size") == ["1.50 MB", "1.50 MB", "0 B"]
@@ -170,7 +170,7 @@ def test_captures_are_counted_by_state_and_lead_to_where_they_are() -> None:
 
 @pytest.mark.parametrize(("count", "about"), [(999, "in all"), (1000, "the last ones")])
 def test_older_captures_are_led_to_where_a_page_is_full(count: int, about: str) -> None:
-    page = ContentPage(captures_page.PAGE.content([capture(number, "committed") for number in range(count)]))
+    page = ContentPage(captures_page.CAPTURES_PAGE.content([capture(number, "committed") for number in range(count)]))
     assert page.numbers()["Captures"].about == about
     older = [of.get("href") for of in page.all("a") if words(of) == "Older captures"]
     assert older == ([f"/captures?before={NOON - 999 * SECOND}"] if count == 1000 else [])
@@ -203,7 +203,7 @@ def test_rules_say_what_they_did_and_why_they_did_not() -> None:
              last_refusal=Refused(at_ns=NOON - SECOND, target="", what=EVIL, uid=0, reason="no-job", detail="it ended")),
         rule("idle", "usage"),
     ]  # fmt: skip
-    page = ContentPage(triggers_page.PAGE.content(triggers(*rules)))
+    page = ContentPage(triggers_page.TRIGGERS_PAGE.content(triggers(*rules)))
     assert page.heading == "3 rules asked for 4 traces"
     assert page.column("rules", "Refused") == ["budget 1\u202f200×, busy 1×", "–", "–"], (
         "what was most often stands first"
@@ -224,7 +224,7 @@ def test_rules_say_what_they_did_and_why_they_did_not() -> None:
 
 def test_a_budget_that_is_spent_and_rules_that_fail_are_seen_first() -> None:
     page = ContentPage(
-        triggers_page.PAGE.content(triggers(rule("a", "usage"), traces_left=0, bytes_left=0, trouble=EVIL))
+        triggers_page.TRIGGERS_PAGE.content(triggers(rule("a", "usage"), traces_left=0, bytes_left=0, trouble=EVIL))
     )
     numbers = page.numbers()
     assert (numbers["Traces left"].grade, numbers["Bytes left"].grade) == ("warn", "warn")
@@ -232,7 +232,7 @@ def test_a_budget_that_is_spent_and_rules_that_fail_are_seen_first() -> None:
     assert [words(of) for of in page.all("h2")] == ["What is wrong", "Rules", "What happened last"]
     assert SPELLED in words(page.by_id("trouble-part"))
     assert "No rule has fired yet." in words(page.by_id("last"))
-    none = ContentPage(triggers_page.PAGE.content(triggers()))
+    none = ContentPage(triggers_page.TRIGGERS_PAGE.content(triggers()))
     assert none.heading == "There are no rules yet"
     assert none.numbers() == {}
 

@@ -11,16 +11,16 @@ pytest.importorskip("htpy", reason="the extra `fleet` is not installed")
 
 from support.html_tree import words
 from support.page_contents import EVIL, NOON, SECOND, SPELLED, ContentPage, Shown, answered
-from traceloom.collect.answers import CaptureAnswer, TaskAnswer
-from traceloom.collect.watch_routes import CaptureFactsAnswer
-from traceloom.collect.watching import CaptureFacts, FleetFinding, MeasuredBeside
-from traceloom.portal.charts import DAY_NS
-from traceloom.portal.pages import capture, characterise, comparison, kernel, kernels, outliers, regression
-from traceloom.portal.pages.capture import CaptureView
-from traceloom.portal.pages.characterise import WorkView
-from traceloom.portal.pages.comparison import TwoCaptures
-from traceloom.portal.pages.kernel import KernelView
-from traceloom.portal.pages.regression import ChangeView
+from traceloom.fleet.api import CaptureAnswer, TaskAnswer
+from traceloom.fleet.handlers.now import CaptureFacts, CaptureFactsAnswer, FleetFinding, MeasuredBeside
+from traceloom.fleet.portal import question_pages
+from traceloom.fleet.portal.charts import DAY_NS
+from traceloom.fleet.portal.pages import capture, kernel
+from traceloom.fleet.portal.pages import kernel as comparison
+from traceloom.fleet.portal.pages import kernel as regression
+from traceloom.fleet.portal.pages.capture import CaptureView
+from traceloom.fleet.portal.pages.kernel import ChangeView, KernelView, TwoCaptures
+from traceloom.fleet.portal.question_pages import WorkView
 
 
 def capture_of(identity: str, state: str, *states: str, **changes: Any) -> CaptureAnswer:
@@ -63,7 +63,7 @@ def test_a_capture_shows_its_report_its_numbers_and_what_was_measured_meanwhile(
         capture_of("c/1", "committed", "committed"), facts(), *beside, findings=[finding],
         others=[capture_of(EVIL, "committed")],
     )  # fmt: skip
-    content = capture.PAGE.content(view)
+    content = capture.CAPTURE_PAGE.content(view)
     assert content.ended
     page = ContentPage(content)
     assert {name: of.value for name, of in page.numbers().items()} == {
@@ -98,7 +98,7 @@ def test_a_capture_shows_its_report_its_numbers_and_what_was_measured_meanwhile(
     ids=["incomplete", "received", "checked", "analysed", "quarantined", "analysed before"],
 )
 def test_a_capture_says_why_there_is_no_report(state: str, tasks: list[str], says: str, framed: bool) -> None:
-    content = capture.PAGE.content(view_of(capture_of("c1", state, *tasks)))
+    content = capture.CAPTURE_PAGE.content(view_of(capture_of("c1", state, *tasks)))
     page = ContentPage(content)
     assert says in words(page.by_id("report-part"))
     assert bool(page.all("iframe")) == framed
@@ -109,7 +109,9 @@ def test_a_capture_says_why_there_is_no_report(state: str, tasks: list[str], say
 
 def test_what_is_not_known_of_a_capture_is_left_out() -> None:
     unknown = facts(hosts=None, device_model=None, torch=None, step_ns=None, mfu=None, roofline_fraction=None)
-    page = ContentPage(capture.PAGE.content(view_of(capture_of("c1", "committed", "committed", job=""), unknown)))
+    page = ContentPage(
+        capture.CAPTURE_PAGE.content(view_of(capture_of("c1", "committed", "committed", job=""), unknown))
+    )
     numbers = page.numbers()
     assert set(numbers) == {"Ranks", "Window", "Device"}
     assert numbers["Ranks"].about == "no file names its host"
@@ -117,13 +119,15 @@ def test_what_is_not_known_of_a_capture_is_left_out() -> None:
     assert "of no job that is known" in words(page.all("header")[0])
     assert "No agent measured devices of this job" in words(page.by_id("beside"))
     assert "No rule has anything against it." in words(page.by_id("findings"))
-    zero = ContentPage(capture.PAGE.content(view_of(capture_of("c1", "committed", "committed"), facts(mfu=0.0))))
+    zero = ContentPage(
+        capture.CAPTURE_PAGE.content(view_of(capture_of("c1", "committed", "committed"), facts(mfu=0.0)))
+    )
     assert zero.numbers()["MFU"].value == "0 %", "measured to be nothing is not unknown"
 
 
 def test_two_captures_are_held_against_each_other_and_can_be_turned() -> None:
     both = TwoCaptures(capture_of("b/1", "committed", job=""), capture_of(EVIL, "committed", job="new job"))
-    page = ContentPage(comparison.PAGE.content(both))
+    page = ContentPage(comparison.COMPARISON_PAGE.content(both))
     assert page.heading == "new job against b/1"
     [frame] = page.all("iframe")
     assert unquote(frame.get("src") or "") == f"/captures/{EVIL}/against/b/1"
@@ -147,7 +151,9 @@ def test_kernels_lead_to_their_history_and_their_sums_stand_above() -> None:
     rows = [kernel_row(EVIL, 600_000_000, 0.6, roofline_known_ns=300_000_000, roofline_ns=150_000_000)]
     rows += [kernel_row(f"k{number}", 20_000_000, 0.02) for number in range(15)]
     page = ContentPage(
-        kernels.PAGE.content(answered("kernels", "since=7d&job=x", {"total_ns": 1_000_000_000}, rows=rows))
+        question_pages.KERNELS_PAGE.content(
+            answered("kernels", "since=7d&job=x", {"total_ns": 1_000_000_000}, rows=rows)
+        )
     )
     assert page.heading == f"{SPELLED} takes 60.0 % of the GPU time"
     numbers = page.numbers()
@@ -161,10 +167,12 @@ def test_kernels_lead_to_their_history_and_their_sums_stand_above() -> None:
         {"since": "7d", "job": "x", "kernel": EVIL},
     )
     clocked = ContentPage(
-        kernels.PAGE.content(answered("kernels", "", {"total_ns": 1}, rows=[kernel_row("a", 1, 1.0, cycles=5.0)]))
+        question_pages.KERNELS_PAGE.content(
+            answered("kernels", "", {"total_ns": 1}, rows=[kernel_row("a", 1, 1.0, cycles=5.0)])
+        )
     )
     assert "Cycles" in clocked.tables()["rows"].heads
-    none = ContentPage(kernels.PAGE.content(answered("kernels", "", {"total_ns": 0}, rows=[])))
+    none = ContentPage(question_pages.KERNELS_PAGE.content(answered("kernels", "", {"total_ns": 0}, rows=[])))
     assert (none.heading, none.numbers(), none.tables()) == ("Kernels", {}, {})
 
 
@@ -201,7 +209,7 @@ def test_a_kernel_is_drawn_over_its_jobs_with_the_levels_of_its_change() -> None
     ]  # fmt: skip
     coverage = answered("coverage", query, {"total_ns": 1, "unshaped_ns": 0}, rows=covered)
     changed = answered("regressions", query, changes=[CHANGE])
-    page = ContentPage(kernel.PAGE.content(KernelView(EVIL, "[[2, 2]]", history, coverage, [CHANGE], changed)))
+    page = ContentPage(kernel.KERNEL_PAGE.content(KernelView(EVIL, "[[2, 2]]", history, coverage, [CHANGE], changed)))
     assert page.heading == SPELLED
     numbers = page.numbers()
     assert (numbers["Jobs"].value, numbers["Now"].value, numbers["GPU time"].value) == ("4", "2.50 µs", "14.0 µs")
@@ -231,7 +239,7 @@ def test_a_kernel_that_nothing_ran_has_no_chart() -> None:
     none = answered("kernel-history", "kernel=k", {"jobs": 0}, rows=[])
     coverage = answered("coverage", "kernel=k", {"total_ns": 0, "unshaped_ns": 0}, rows=[])
     page = ContentPage(
-        kernel.PAGE.content(KernelView("k", "", none, coverage, [], answered("regressions", changes=[])))
+        kernel.KERNEL_PAGE.content(KernelView("k", "", none, coverage, [], answered("regressions", changes=[])))
     )
     assert (page.heading, page.numbers(), page.tables()) == ("k", {}, {})
     assert page.all("circle") == []
@@ -240,7 +248,7 @@ def test_a_kernel_that_nothing_ran_has_no_chart() -> None:
 def test_a_change_has_its_jobs_in_the_order_in_which_they_lose_by_it() -> None:
     history = answered("kernel-history", "", {"jobs": 4}, rows=HISTORY)
     changed = answered("regressions", "since=7d", changes=[CHANGE])
-    page = ContentPage(regression.PAGE.content(ChangeView(CHANGE, changed, history)))
+    page = ContentPage(regression.REGRESSION_PAGE.content(ChangeView(CHANGE, changed, history)))
     assert page.heading == f"{SPELLED} takes 2.5× as long"
     assert page.column("jobs", "Job") == ["d", "c"], "what is not known of them is left out"
     assert [dict(parse_qsl(urlsplit(of).query)) for of in page.leads("jobs", "Compare")] == [
@@ -254,7 +262,7 @@ def test_a_change_has_its_jobs_in_the_order_in_which_they_lose_by_it() -> None:
     lead = words(next(of for of in page.all("p") if of.get("class") == "lead"))
     assert lead == "On inputs of [[2, 2]]. Takes 2.5× as long, with another version of the program or of PyTorch."
     faster = {**CHANGE, "change": -0.5, "low": -0.6, "high": -0.4, "extra_ns": -3_000, "shapes": None}
-    other = ContentPage(regression.PAGE.content(ChangeView(faster, changed, history)))
+    other = ContentPage(regression.REGRESSION_PAGE.content(ChangeView(faster, changed, history)))
     assert other.numbers()["Saves"].value == "3.00 µs"
     assert other.numbers()["Change"].grade == ""
 
@@ -270,7 +278,9 @@ def test_gpu_time_is_divided_into_parts_that_make_up_the_whole() -> None:
     ]  # fmt: skip
     coverage = answered("coverage", "job=x", {"total_ns": 200, "unshaped_ns": 50}, rows=covered)
     page = ContentPage(
-        characterise.PAGE.content(WorkView(answered("characterise", "job=x", {"by": ["kind"]}, rows=rows), coverage))
+        question_pages.CHARACTERISE_PAGE.content(
+            WorkView(answered("characterise", "job=x", {"by": ["kind"]}, rows=rows), coverage)
+        )
     )
     assert page.heading == f"{SPELLED} makes up 8.8 % of the GPU time"
     numbers = page.numbers()
@@ -288,7 +298,7 @@ def test_gpu_time_is_divided_into_parts_that_make_up_the_whole() -> None:
         answered("characterise", "", {"by": ["op"]}, rows=[]),
         answered("coverage", "", {"total_ns": 0, "unshaped_ns": 0}, rows=[]),
     )
-    empty = ContentPage(characterise.PAGE.content(none))
+    empty = ContentPage(question_pages.CHARACTERISE_PAGE.content(none))
     assert (empty.heading, empty.numbers(), empty.tables()) == ("GPU time", {}, {})
 
 
@@ -298,7 +308,7 @@ def test_outliers_are_told_from_their_peers() -> None:
         {"host": "n2", "device_model": "H100", "ratio": 1.0, "z": 0.1, "outlier": False, "kernels": 9, "jobs": 2},
     ]
     ranks = [{"job": "a/b", "rank": 3, "host": None, "ratio": 1.5, "z": 9.0, "outlier": True, "captures": 1}]
-    page = ContentPage(outliers.PAGE.content(answered("outliers", "since=7d", hosts=hosts, ranks=ranks)))
+    page = ContentPage(question_pages.OUTLIERS_PAGE.content(answered("outliers", "since=7d", hosts=hosts, ranks=ranks)))
     assert page.heading == f"{SPELLED} takes 25.0 % longer than its peers"
     assert page.column("hosts", "Outlier") == ["slow", "like its peers"]
     assert page.numbers() == {
@@ -308,7 +318,7 @@ def test_outliers_are_told_from_their_peers() -> None:
     assert page.leads("ranks", "Job") == ["/jobs/a/b"]
     led = [dict(parse_qsl(urlsplit(of).query)) for of in page.leads("hosts", page.tables()["hosts"].heads[-1])]
     assert led == [{"since": "7d", "host": EVIL}, {"since": "7d", "host": "n2"}]
-    none = ContentPage(outliers.PAGE.content(answered("outliers")))
+    none = ContentPage(question_pages.OUTLIERS_PAGE.content(answered("outliers")))
     assert none.heading == "No host is slower than its peers"
     assert {of.grade for of in none.numbers().values()} == {""}
     assert "Ask for more time" in words(none.by_id("hosts"))

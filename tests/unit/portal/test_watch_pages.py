@@ -10,10 +10,11 @@ pytest.importorskip("htpy", reason="the extra `fleet` is not installed")
 
 from support.html_tree import words
 from support.page_contents import EVIL, NOON, SECOND, SPELLED, ContentPage, Shown, request
-from traceloom.agent.http.answers import RequestError
-from traceloom.agent.uplink.messages import HostProcess
-from traceloom.collect.request_routes import FleetJobAnswer, HostAnswer
-from traceloom.collect.watch_routes import (
+from traceloom.agent.fleet_link.protocol import HostProcess
+from traceloom.fleet.handlers.hosts import FleetJobAnswer, HostAnswer
+from traceloom.fleet.handlers.now import (
+    DeviceNow,
+    FleetFinding,
     FleetNowAnswer,
     FleetTroubleAnswer,
     HostDetailAnswer,
@@ -21,16 +22,17 @@ from traceloom.collect.watch_routes import (
     ProcessOfJob,
     QuarantinedCapture,
     SlowerKernel,
+    ToplineOfDay,
+    UsageOfTime,
 )
-from traceloom.collect.watching import DeviceNow, FleetFinding, ToplineOfDay, UsageOfTime
-from traceloom.portal.pages import host as host_page
-from traceloom.portal.pages import hosts as hosts_page
-from traceloom.portal.pages import job as job_page
-from traceloom.portal.pages import jobs as jobs_page
-from traceloom.portal.pages import overview
-from traceloom.portal.pages.host import HostView
-from traceloom.portal.pages.job import JobView
-from traceloom.portal.pages.overview import FleetView
+from traceloom.fleet.portal.pages import job as job_page
+from traceloom.fleet.portal.pages import overview
+from traceloom.fleet.portal.pages import overview as host_page
+from traceloom.fleet.portal.pages import overview as hosts_page
+from traceloom.fleet.portal.pages import overview as jobs_page
+from traceloom.fleet.portal.pages.job import JobView
+from traceloom.fleet.portal.pages.overview import FleetView, HostView
+from traceloom.server.problem import RequestError
 
 HERE = HostAnswer(
     host="node1", heard_ns=NOON, lost=False, version="1.2", clock_offset_ns=-2_500_000, clock_error_ns=30_000,
@@ -50,7 +52,7 @@ def job(identity: str = "a", **changes: object) -> FleetJobAnswer:
 
 
 def test_hosts_are_told_apart_by_whether_they_were_heard_of() -> None:
-    page = ContentPage(hosts_page.PAGE.content([HERE, LOST, NEVER]))
+    page = ContentPage(hosts_page.HOSTS_PAGE.content([HERE, LOST, NEVER]))
     assert page.column("hosts", "Host") == ["node1", SPELLED, "node3"]
     assert page.column("hosts", "State") == ["here", "lost", "never"]
     assert page.column("hosts", "Heard") == ["2026-09-21 14:13:20 UTC", "2026-09-21 14:11:50 UTC", "–"]
@@ -66,10 +68,10 @@ def test_hosts_are_told_apart_by_whether_they_were_heard_of() -> None:
 
 
 def test_a_fleet_in_which_nothing_is_wrong_has_no_colour() -> None:
-    page = ContentPage(hosts_page.PAGE.content([HostAnswer(host="node1", heard_ns=NOON, lost=False, devices=1)]))
+    page = ContentPage(hosts_page.HOSTS_PAGE.content([HostAnswer(host="node1", heard_ns=NOON, lost=False, devices=1)]))
     assert {of.grade for of in page.numbers().values()} == {""}
     assert "Trouble" not in page.tables()["hosts"].heads, "no row has any"
-    nobody = ContentPage(hosts_page.PAGE.content([]))
+    nobody = ContentPage(hosts_page.HOSTS_PAGE.content([]))
     assert nobody.numbers() == {}
     assert "traceloom fleet token enrol node7 > node7.token" in [words(of) for of in nobody.all("code")]
 
@@ -82,7 +84,7 @@ def test_jobs_that_run_are_counted_and_named() -> None:
         ),
         job(EVIL, user="bo", traceable=0, processes=1, steps_per_second=0.0),
     ]
-    page = ContentPage(jobs_page.PAGE.content(jobs))
+    page = ContentPage(jobs_page.JOBS_PAGE.content(jobs))
     assert page.column("jobs", "Traceable") == ["all", "2 of 8", "0 of 1"]
     assert page.column("jobs", "Steps/s") == ["2.50", "–", "0"]
     assert page.column("jobs", "Of") == ["8", "–", "8"]
@@ -91,7 +93,7 @@ def test_jobs_that_run_are_counted_and_named() -> None:
     assert {name: of.value for name, of in page.numbers().items()} == {
         "Jobs": "3", "Traceable": "2", "Devices": "16", "Users": "2",
     }  # fmt: skip
-    nothing = ContentPage(jobs_page.PAGE.content([]))
+    nothing = ContentPage(jobs_page.JOBS_PAGE.content([]))
     assert nothing.numbers() == {}
     assert nothing.tables() == {}
     assert "TRACELOOM_JOB" in [words(of) for of in nothing.all("code")]
@@ -120,7 +122,7 @@ def wrong(page: ContentPage) -> list[tuple[str, str, list[str]]]:
 
 
 def test_the_overview_counts_devices_and_what_waits() -> None:
-    page = ContentPage(overview.PAGE.content(fleet(open=[request("r1", "running")])))
+    page = ContentPage(overview.OVERVIEW_PAGE.content(fleet(open=[request("r1", "running")])))
     assert page.heading == "6 of 12 devices on 3 hosts are busy, for 1 job"
     numbers = page.numbers()
     assert numbers["Requests"] == Shown("1", "traces that are being taken", "", "/requests")
@@ -142,13 +144,15 @@ def of_day(device_use: float, flop_rate: float | None, power_w: float) -> Toplin
 def test_the_topline_of_the_day_leaves_out_what_nobody_measures() -> None:
     day = of_day(0.375, None, 412.4)
     now = FleetNowAnswer(hosts=1, lost=[], devices={"busy": 1}, tasks={}, topline=day)
-    numbers = ContentPage(overview.PAGE.content(fleet(now=now))).numbers()
+    numbers = ContentPage(overview.OVERVIEW_PAGE.content(fleet(now=now))).numbers()
     assert (numbers["Device use"].value, numbers["Power"].value) == ("37.5 %", "412 W")
     assert "FLOP/s" not in numbers
     assert numbers["Captures"] == Shown("0", "analysed; 0 wait", "", "/captures")
     idle = of_day(0.0, 0.0, 0.0)
     zero = ContentPage(
-        overview.PAGE.content(fleet(now=FleetNowAnswer(hosts=1, lost=[], devices={"busy": 1}, tasks={}, topline=idle)))
+        overview.OVERVIEW_PAGE.content(
+            fleet(now=FleetNowAnswer(hosts=1, lost=[], devices={"busy": 1}, tasks={}, topline=idle))
+        )
     ).numbers()
     assert {"Device use", "FLOP/s", "Power"} <= set(zero), "measured to be nothing is not unknown"
 
@@ -164,7 +168,7 @@ def test_the_topline_of_the_day_leaves_out_what_nobody_measures() -> None:
 )
 def test_the_overview_of_a_small_fleet_says_what_there_is(hosts: int, devices: dict[str, int], heading: str) -> None:
     now = FleetNowAnswer(hosts=hosts, lost=[], devices=devices, tasks={}, topline=None)  # type: ignore[arg-type]
-    page = ContentPage(overview.PAGE.content(fleet(now=now)))
+    page = ContentPage(overview.OVERVIEW_PAGE.content(fleet(now=now)))
     assert page.heading == heading
     joining = "traceloom agent run --server URL --token-file node7.token" in [words(of) for of in page.all("code")]
     assert joining == (hosts == 0)
@@ -189,7 +193,7 @@ def test_what_stops_work_stands_first_and_each_line_leads_to_it() -> None:
             quarantined=quarantined,
         ),
     )
-    lines = wrong(ContentPage(overview.PAGE.content(view)))
+    lines = wrong(ContentPage(overview.OVERVIEW_PAGE.content(view)))
     assert [(look, text) for look, text, _ in lines] == [
         ("bad", "b c hangs: it makes no steps any more"),
         ("bad", f"{SPELLED} was last heard of 2026-09-21 14:11:50 UTC"),
@@ -212,7 +216,7 @@ def test_what_stops_work_stands_first_and_each_line_leads_to_it() -> None:
 @pytest.mark.parametrize("count", [8, 9, 30])
 def test_of_many_things_that_are_wrong_the_first_are_shown_and_the_rest_counted(count: int) -> None:
     view = fleet(hosts=[HostAnswer(host=f"n{number}", heard_ns=NOON) for number in range(count)])
-    lines = wrong(ContentPage(overview.PAGE.content(view)))
+    lines = wrong(ContentPage(overview.OVERVIEW_PAGE.content(view)))
     assert len(lines) == min(count, 9)
     if count > 8:
         assert lines[-1] == ("", f"and {count - 8} more", ["/hosts"])
@@ -220,7 +224,7 @@ def test_of_many_things_that_are_wrong_the_first_are_shown_and_the_rest_counted(
 
 def test_that_it_is_not_known_whether_kernels_are_slower_is_said() -> None:
     view = fleet(trouble=RequestError(503, "the tables are being rebuilt", slug="not-ready"))
-    assert wrong(ContentPage(overview.PAGE.content(view))) == [
+    assert wrong(ContentPage(overview.OVERVIEW_PAGE.content(view))) == [
         ("warn", "Whether kernels became slower is not known now: the tables are being rebuilt", [])
     ]
 
@@ -254,7 +258,7 @@ def test_a_host_shows_what_its_devices_measure_and_nothing_where_they_do_not() -
         UsageOfTime(time_ns=NOON, job="b", state="busy", device_ms=15_000, energy_mj=1),
     ]
     page = ContentPage(
-        host_page.PAGE.content(HostView(HostDetailAnswer(host=HERE, devices=devices, processes=processes), usage))
+        host_page.HOST_PAGE.content(HostView(HostDetailAnswer(host=HERE, devices=devices, processes=processes), usage))
     )
     assert page.heading == "node1"
     assert page.column("devices", "Busy") == ["50.0 %", "0 %", "–"]
@@ -276,7 +280,9 @@ def test_a_host_shows_what_its_devices_measure_and_nothing_where_they_do_not() -
 
 
 def test_a_host_that_was_never_heard_of_has_no_clock_and_no_version() -> None:
-    page = ContentPage(host_page.PAGE.content(HostView(HostDetailAnswer(host=NEVER, devices=[], processes=[]), [])))
+    page = ContentPage(
+        host_page.HOST_PAGE.content(HostView(HostDetailAnswer(host=NEVER, devices=[], processes=[]), []))
+    )
     numbers = page.numbers()
     assert {name: of.value for name, of in numbers.items()} == {
         "State": "never", "Devices": "0", "Processes": "0", "Clock": "–", "Agent": "–",
@@ -284,7 +290,7 @@ def test_a_host_that_was_never_heard_of_has_no_clock_and_no_version() -> None:
     assert numbers["Clock"].about == "not measured yet"
     assert page.tables() == {}
     behind = ContentPage(
-        host_page.PAGE.content(
+        host_page.HOST_PAGE.content(
             HostView(
                 HostDetailAnswer(
                     host=HostAnswer(host="n", heard_ns=NOON, lost=False, clock_offset_ns=0, clock_error_ns=0),
@@ -307,7 +313,7 @@ def job_view(answer: FleetJobAnswer | None, **changes: object) -> JobView:
 
 def test_a_job_that_does_not_run_says_so_and_keeps_what_was_captured() -> None:
     view = job_view(None, name="it's $HOME", requests=[request("r1", "done", capture="c1")])
-    page = ContentPage(job_page.PAGE.content(view))
+    page = ContentPage(job_page.JOB_PAGE.content(view))
     assert page.heading == "it's $HOME"
     assert page.numbers() == {}
     assert "It does not run now, as far as hosts say." in words(page.all("header")[0])
@@ -318,10 +324,10 @@ def test_a_job_that_does_not_run_says_so_and_keeps_what_was_captured() -> None:
 
 
 def test_a_job_that_makes_no_steps_is_not_called_unmeasured() -> None:
-    numbers = ContentPage(job_page.PAGE.content(job_view(job(steps_per_second=0.0, hung=True)))).numbers()
+    numbers = ContentPage(job_page.JOB_PAGE.content(job_view(job(steps_per_second=0.0, hung=True)))).numbers()
     assert numbers["Steps/s"] == Shown("0", "of its slowest rank", "", "")
     assert numbers["Hangs"] == Shown("yes", "it makes no steps any more", "bad", "#processes-part")
-    unmeasured = ContentPage(job_page.PAGE.content(job_view(job(steps_per_second=None)))).numbers()
+    unmeasured = ContentPage(job_page.JOB_PAGE.content(job_view(job(steps_per_second=None)))).numbers()
     assert unmeasured["Steps/s"] == Shown("–", "nobody measures it", "", "")
     assert "Hangs" not in unmeasured
 
@@ -344,7 +350,7 @@ def test_a_job_has_its_processes_findings_and_numbers() -> None:
     ]
     answer = job(world_size=None, hosts=["n/1", "n2"], processes=2, traceable=1, name="train", scheduler="slurm")
     view = job_view(answer, detail=JobDetailAnswer(job=answer, processes=processes), findings=findings)
-    page = ContentPage(job_page.PAGE.content(view))
+    page = ContentPage(job_page.JOB_PAGE.content(view))
     numbers = page.numbers()
     assert numbers["Ranks"] == Shown("8", "the world size is not known, on 2 hosts", "", "")
     assert numbers["Traceable"].value == "1 of 2"

@@ -15,14 +15,8 @@ for package in ("htpy", "sqlalchemy", "obstore", "deltalake", "prometheus_client
 from support.patient_service import patient  # noqa: E402
 from support.running_service import RunningService, Seen  # noqa: E402
 from support.waiting import until  # noqa: E402
-from traceloom.agent.uplink.client import ServiceClient  # noqa: E402
-from traceloom.agent.uplink.messages import (  # noqa: E402
-    Enrolled,
-    Enrolment,
-    Heartbeat,
-    HeartbeatAnswer,
-    HostProcess,
-)
+from traceloom.agent.fleet_link.client import ServiceClient  # noqa: E402
+from traceloom.agent.fleet_link.protocol import Enrolled, Enrolment, Heartbeat, HeartbeatAnswer, HostProcess  # noqa: E402
 
 RULES = '[[triggers]]\nname = "daily"\non = "cadence"\nshare = 1.0\nwhere = {{job = "{job}"}}\n'
 PRICES = 'currency = "EUR"\n[device_hour]\ndefault = 2.5\n'

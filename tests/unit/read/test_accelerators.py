@@ -12,7 +12,7 @@ import pytest
 
 import traceloom
 from traceloom.analyze import gpu_time
-from traceloom.model import Trace
+from traceloom.trace.trace import Trace
 
 
 def event(name: str, start: float, duration: float, **args: Any) -> dict[str, Any]:

@@ -22,8 +22,8 @@ BEGIN = """
 import os, signal, sys
 from pathlib import Path
 from traceloom.errors import InputError
-from traceloom.read import ahead
-from traceloom.storage import cache
+from traceloom.formats import ahead
+from traceloom.trace import cache
 path = Path(sys.argv[1])
 def alone():
     try:
@@ -53,7 +53,7 @@ def run(code: str, path: Path, *more: str) -> list[str]:
 
 
 COMPARE = """
-    from traceloom.read import read_kineto
+    from traceloom.formats import read_kineto
     ahead_of_us = read_kineto(path)
 print(alone())
 here = read_kineto(path)
@@ -97,7 +97,7 @@ def test_what_is_no_trace_is_refused_as_ever(trace: Path) -> None:
     refused = """
 with ahead.decoding([path], None):
     print(bool(ahead._running))
-    from traceloom.read import read_kineto
+    from traceloom.formats import read_kineto
     try:
         read_kineto(path)
     except InputError as error:
@@ -108,7 +108,7 @@ with ahead.decoding([path], None):
 
 def test_nothing_is_decoded_ahead_that_is_small_or_cached_or_too_late(trace: Path) -> None:
     code = """
-from traceloom.storage.cache import Cache
+from traceloom.trace.cache import Cache
 if sys.argv[2:] == ["long ago"]:
     cache._TICK_NS = 0
 kept = Cache(path.parent / "cache")
@@ -116,9 +116,9 @@ kept = Cache(path.parent / "cache")
 for given in ([path.parent / "small"], [], [path]):
     with ahead.decoding(given, kept):
         print(bool(ahead._running))
-from traceloom.read import read_kineto
+from traceloom.formats import read_kineto
 from functools import partial
-from traceloom.model import trace_store
+from traceloom.trace import storage as trace_store
 kept.entry(path, None).put(partial(trace_store.save, read_kineto(path)))
 with ahead.decoding([path], None):
     print(bool(ahead._running))
@@ -141,7 +141,7 @@ def test_a_file_that_changes_before_it_is_read_is_decoded_anew(trace: Path) -> N
 with ahead.decoding([path], None):
     print(bool(ahead._running))
     path.write_bytes(path.read_bytes()[:-1000])
-    from traceloom.read import read_kineto
+    from traceloom.formats import read_kineto
     changed = read_kineto(path)
 print(alone(), changed.events.height == read_kineto(path).events.height)
 """

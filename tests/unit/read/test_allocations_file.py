@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from traceloom.analyze.allocations.from_snapshot import explain_snapshot
+from traceloom.analyze.memory_snapshot import explain_snapshot
 from traceloom.errors import InputError
-from traceloom.read.allocations_file import read_allocations
-from traceloom.read.memory_files import ALLOCATIONS, kind_of
-from traceloom.report.memory import find
+from traceloom.formats.memory_files import ALLOCATIONS, detect_kind, read_allocations
+from traceloom.report.memory_sources import find
 
 START = 1_700_000_000_000_000_000
 DOCUMENT = {
@@ -49,7 +48,7 @@ def written(directory: Path, document: Any, name: str = "rank3.allocations.json.
 
 def test_devices_are_snapshots_and_what_the_driver_gave_is_segments(tmp_path: Path) -> None:
     path = written(tmp_path, DOCUMENT)
-    assert kind_of(path) == ALLOCATIONS
+    assert detect_kind(path) == ALLOCATIONS
     rank, snapshots = read_allocations(path)
     assert rank == 3
     by_type = {snapshot.device_type: snapshot for snapshot in snapshots}

@@ -11,10 +11,9 @@ import pytest
 
 from support.beside import allocations, put, series, stacks, telemetry
 from traceloom.errors import InvariantError
-from traceloom.model import Session
-from traceloom.model.beside import ALLOCATIONS, SAMPLES, TELEMETRY
-from traceloom.read import load
+from traceloom.formats import load
 from traceloom.testing import TraceBuilder
+from traceloom.trace.session import ALLOCATIONS, SAMPLES, TELEMETRY, Session
 
 BASE = 1_700_000_000_000_000_000
 SAMPLES_OF_TWO = [[BASE + 1000, 0, 500, [0, 1]], [BASE + 1500, 0, 250, [0, 1, 3]], [BASE + 1000, 1, 900, [2]]]

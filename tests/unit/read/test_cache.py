@@ -13,11 +13,12 @@ import polars as pl
 import pytest
 from isal.isal_zlib import crc32
 
-from traceloom.model import Trace, trace_store
-from traceloom.read import kineto, load
-from traceloom.storage import cache as caching
-from traceloom.storage.cache import Cache, Seen
+from traceloom.formats import kineto, load
 from traceloom.testing import TraceBuilder
+from traceloom.trace import cache as caching
+from traceloom.trace import storage
+from traceloom.trace.cache import Cache, FileStamp
+from traceloom.trace.trace import Trace
 
 LONG_AGO = 1_600_000_000
 
@@ -127,9 +128,9 @@ def test_of_a_file_that_was_just_written_the_content_decides_and_not_the_clock_o
 ) -> None:
     """Two changes within one tick leave the same times."""
     path = made("old").write(tmp_path / "a.json")
-    frozen = Seen.now(path)
+    frozen = FileStamp.now(path)
     assert not frozen.settled
-    monkeypatch.setattr(Seen, "now", lambda _: frozen)
+    monkeypatch.setattr(FileStamp, "now", lambda _: frozen)
     assert names(path) == ["old"]
     made("new").write(path)
     assert names(path) == ["new"]
@@ -150,8 +151,8 @@ def test_of_a_file_that_was_just_written_the_content_decides_and_not_the_clock_o
 
 def test_a_settled_file_is_not_read_to_find_its_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = made("old").write(tmp_path / "a.json")
-    now = Seen.now(path)
-    monkeypatch.setattr(Seen, "now", lambda _: now._replace(settled=True))
+    now = FileStamp.now(path)
+    monkeypatch.setattr(FileStamp, "now", lambda _: now._replace(settled=True))
     assert names(path) == ["old"]
     monkeypatch.setattr(caching, "digest", lambda _: pytest.fail("the file was read"))
     assert names(path) == ["old"]
@@ -274,9 +275,9 @@ def test_columns_on_which_polars_panics_are_a_damaged_entry(tmp_path: Path, monk
 
 def test_an_index_that_cannot_be_read_is_made_again(tmp_path: Path, own_cache: Path) -> None:
     path = made("old").write(tmp_path / "a.json")
-    now = Seen.now(path)
+    now = FileStamp.now(path)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Seen, "now", lambda _: now._replace(settled=True))
+        patch.setattr(FileStamp, "now", lambda _: now._replace(settled=True))
         load(path)
         (noted,) = (own_cache / "index").iterdir()
         for harm in (pipe_for, lambda noted: noted.write_bytes(b"\xff" * 40), lambda noted: noted.write_text("short")):
@@ -289,24 +290,24 @@ def test_the_cache_stays_below_its_cap(tmp_path: Path, own_cache: Path) -> None:
     paths = [made("old", f"x{number}").write(tmp_path / f"{number}.json") for number in range(4)]
     traces = [load(path, cache=False).traces[0] for path in paths]
     roomy = Cache()
-    roomy.entry(paths[0], None).put(partial(trace_store.save, traces[0]))
+    roomy.entry(paths[0], None).put(partial(storage.save, traces[0]))
     size = sum(file.stat().st_size for file in own_cache.rglob("*.arrow"))
     small = Cache(cap_bytes=int(size * 2.8))
     for trace, path in zip(traces, paths, strict=True):
-        small.entry(path, None).put(partial(trace_store.save, trace))
+        small.entry(path, None).put(partial(storage.save, trace))
         small.prune()
     assert len(entries(own_cache)) == 2
-    assert small.entry(paths[3], None).get(trace_store.saved) is not None
+    assert small.entry(paths[3], None).get(storage.load_trace) is not None
 
 
-@pytest.mark.parametrize("part", ["read", "model", "storage"])
+@pytest.mark.parametrize("part", ["formats", "trace", "system"])
 def test_the_version_of_the_reader_covers_all_of_its_files(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deep = tmp_path / part / "formats" / "more.py"
     deep.parent.mkdir(parents=True)
     deep.write_text("a = 1\n")
-    monkeypatch.setattr(caching, "__file__", str(tmp_path / "storage" / "cache.py"))
+    monkeypatch.setattr(caching, "__file__", str(tmp_path / "trace" / "cache.py"))
     before = caching.reader_version.__wrapped__()
     deep.write_text("a = 2\n")
     assert caching.reader_version.__wrapped__() != before

@@ -12,7 +12,7 @@ from support.fuzzing.seeds import FORMATS
 from traceloom import load, load_runs
 from traceloom.cli import main
 from traceloom.errors import InputError
-from traceloom.read import capture_document
+from traceloom.formats import capture_document
 
 
 def changed(tmp_path: Path, **values: Any) -> Path:

@@ -10,9 +10,9 @@ import pytest
 
 from support import damage
 from traceloom.errors import InputError
-from traceloom.model import Trace
-from traceloom.read import arguments, read_kineto
+from traceloom.formats import arguments, read_kineto
 from traceloom.testing import TraceBuilder
+from traceloom.trace.trace import Trace
 
 
 def builder(count: int = 50) -> TraceBuilder:
@@ -232,7 +232,7 @@ def test_what_is_no_trace_is_refused_in_one_sentence(tmp_path, content, slug, wo
 
 
 def test_a_gzip_bomb_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("traceloom.read.source._TraceFile.BOMB_BYTES", 1 << 24)
+    monkeypatch.setattr("traceloom.formats.text_stream._TraceFile.BOMB_BYTES", 1 << 24)
     bomb = gzip.compress(b'{"traceEvents": [' + b" " * (20 << 20), 9)
     with pytest.raises(InputError) as caught:
         read(tmp_path, bomb)

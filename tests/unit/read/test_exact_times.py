@@ -8,7 +8,7 @@ from decimal import ROUND_HALF_EVEN, Decimal
 import numpy as np
 import pytest
 
-from traceloom.read.times import from_doubles, from_text, needs_text
+from traceloom.formats.kineto_fields import from_doubles, from_text, needs_text
 
 SEEDS = range(20)
 

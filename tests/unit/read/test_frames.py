@@ -9,12 +9,12 @@ import pytest
 
 from support.strategies import GENERATIONS
 from traceloom.errors import InputError, UsageError
-from traceloom.model.copies import copy_kind, memory_kinds
-from traceloom.model.schema import SCHEMAS
-from traceloom.read import arguments, read_kineto
-from traceloom.read.collectives import element_size, kind_of
-from traceloom.read.times import from_doubles, from_text, needs_text
+from traceloom.formats import arguments, read_kineto
+from traceloom.formats.kineto_fields import from_doubles, from_text, needs_text
+from traceloom.formats.links import element_size, kind_of
 from traceloom.testing import TraceBuilder
+from traceloom.trace.trace import SCHEMAS
+from traceloom.trace.vocabulary import copy_kind, memory_kinds
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)

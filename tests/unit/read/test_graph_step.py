@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from traceloom.errors import InputError
-from traceloom.model import Trace
-from traceloom.read import read_kineto
-from traceloom.read.alignment import is_op
-from traceloom.read.graph_step import same_ops, timed_ops, with_shapes
+from traceloom.formats import read_kineto
+from traceloom.formats.alignment import add_graph_step_shapes, is_op, same_ops, timed_ops
 from traceloom.testing import TraceBuilder
+from traceloom.trace.trace import Trace
 
 Program = list[tuple[str, int]]
 """Names of ops with their threads, in the order in which they run."""
@@ -147,7 +146,7 @@ def test_timed_ops_have_the_shapes_of_the_graph_step_and_it_is_read_only_when_as
         asked.append(path)
         return read_kineto(path, capture=part)
 
-    trace = with_shapes(window(capture, entry()), capture, read)
+    trace = add_graph_step_shapes(window(capture, entry()), capture, read)
     assert (asked, trace.events.height) == ([], 2 * len(PROGRAM) + 3)
     shapes = trace.tensors.join(trace.events.select("event", "name", "step"), on="event", maintain_order="left")
     assert shapes.select("name", "step", "shapes").rows() == [
@@ -160,7 +159,7 @@ def test_timed_ops_have_the_shapes_of_the_graph_step_and_it_is_read_only_when_as
 
 def test_shapes_that_the_window_has_itself_stay(capture: Path) -> None:
     steps(PROGRAM).op("d", 500, 5, shapes=[[99]]).write(capture / "rank0.kineto.json")
-    trace = with_shapes(window(capture, entry()), capture, lambda path, _: read_kineto(path))
+    trace = add_graph_step_shapes(window(capture, entry()), capture, lambda path, _: read_kineto(path))
     shapes = trace.tensors["shapes"].to_list()
     assert shapes[-1] == "[[99]]"
     assert sorted(set(shapes) - {"[[99]]"}) == sorted({f"[[{place}]]" for place in range(len(PROGRAM))})
@@ -168,7 +167,7 @@ def test_shapes_that_the_window_has_itself_stay(capture: Path) -> None:
 
 def test_a_graph_step_that_cannot_be_read_gives_no_shapes(capture: Path) -> None:
     refused = InputError("no", slug="unreadable")
-    trace = with_shapes(window(capture, entry()), capture, lambda *_: refused)
+    trace = add_graph_step_shapes(window(capture, entry()), capture, lambda *_: refused)
     assert trace.tensors.height == 0
     trace.check()
 
@@ -192,5 +191,5 @@ def test_a_graph_step_that_cannot_be_read_gives_no_shapes(capture: Path) -> None
 )
 def test_a_window_of_which_the_capture_says_nothing_stays_what_it_is(part: Any, capture: Path) -> None:
     trace = window(capture, part)
-    assert with_shapes(trace, capture, lambda *_: pytest.fail("nothing is to be read")) is trace
-    assert with_shapes(trace, None, lambda *_: pytest.fail("nothing is to be read")) is trace
+    assert add_graph_step_shapes(trace, capture, lambda *_: pytest.fail("nothing is to be read")) is trace
+    assert add_graph_step_shapes(trace, None, lambda *_: pytest.fail("nothing is to be read")) is trace

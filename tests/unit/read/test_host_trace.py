@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from traceloom.errors import InputError
-from traceloom.model.host_trace import HOST_OPS, HostTrace
-from traceloom.read.host_trace import read_host_trace
+from traceloom.formats.host_trace import read_host_trace
 from traceloom.testing import HostTraceBuilder, TraceBuilder
-from traceloom.testing.host_trace import HOST_SCHEMAS
+from traceloom.testing.host_trace_builder import HOST_SCHEMAS
+from traceloom.trace.trace import HOST_OPS, HostTrace
 
 TENSOR = [5, 6, 0, 64, 4, "cuda:0"]
 
@@ -367,7 +367,7 @@ def test_anything_else_is_refused_in_one_sentence(tmp_path, content, slug):
 
 
 def test_the_reader_of_kineto_traces_says_what_a_host_trace_is(tmp_path):
-    from traceloom.read import read_kineto
+    from traceloom.formats import read_kineto
 
     path = tmp_path / "host.json"
     path.write_text(builder().text())

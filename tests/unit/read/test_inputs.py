@@ -20,7 +20,7 @@ import pytest
 
 from traceloom.cli import main
 from traceloom.errors import InputError, TraceloomError, UsageError
-from traceloom.read import load, load_inputs, load_runs, read_kineto
+from traceloom.formats import load, load_inputs, load_runs, read_kineto
 from traceloom.testing import HostTraceBuilder, TraceBuilder
 
 UNIX_NS = 1_700_000_000 * 10**9

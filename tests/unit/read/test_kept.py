@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from traceloom.read import kept as module
-from traceloom.read.kept import Kept
+from traceloom.formats.inputs import files_of
 from traceloom.testing import TraceBuilder
+from traceloom.trace import cache as module
+from traceloom.trace.cache import DocumentCache
 
 DOCUMENT = {"answer": {"step_ns": 5}}
 LATER_NS = 10 * 10**9  # more than a tick of any file system's clock
@@ -23,7 +24,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TRACELOOM_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     now = time.time_ns
-    monkeypatch.setattr("traceloom.storage.cache.time.time_ns", lambda: now() + LATER_NS)
+    monkeypatch.setattr("traceloom.trace.cache.time.time_ns", lambda: now() + LATER_NS)
     return tmp_path / "cache" / "reports"
 
 
@@ -33,17 +34,17 @@ def trace(name: str) -> str:
 
 
 def put(*paths: str, about: str = "all", beside: tuple[str, ...] = ()) -> None:
-    Kept(paths, beside, about).put("document.json", json.dumps(DOCUMENT).encode())
+    DocumentCache(paths, beside, about, files_of).put("document.json", json.dumps(DOCUMENT).encode())
 
 
 def get(*paths: str, about: str = "all", beside: tuple[str, ...] = ()) -> object:
-    return Kept(paths, beside, about).get("document.json")
+    return DocumentCache(paths, beside, about, files_of).get("document.json")
 
 
 def test_the_same_inputs_and_choices_give_it_back() -> None:
     put(trace("t.json"))
     assert get("t.json") == DOCUMENT
-    assert Kept(("t.json",), (), "all").get("short.json") is None
+    assert DocumentCache(("t.json",), (), "all", files_of).get("short.json") is None
 
 
 def test_other_choices_inputs_or_files_beside_do_not() -> None:
@@ -88,7 +89,7 @@ def test_every_file_of_a_capture_counts_traces_or_not() -> None:
 
 
 def test_inputs_that_change_while_the_report_is_made_are_not_kept(folder: Path) -> None:
-    keeper = Kept((trace("t.json"),), (), "all")
+    keeper = DocumentCache((trace("t.json"),), (), "all", files_of)
     TraceBuilder().op("aten::add", 0, 6).write(Path("t.json"))
     keeper.put("document.json", b"{}")
     assert not folder.exists()

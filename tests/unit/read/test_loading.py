@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from traceloom.errors import InputError, UsageError
-from traceloom.read import ReadProgress, load, load_inputs, load_runs, ranks
-from traceloom.read.inputs import Input
-from traceloom.storage.cache import Cache
+from traceloom.formats import ReadProgress, load, load_inputs, load_runs, loading
+from traceloom.formats.inputs import InputFile
 from traceloom.testing import TraceBuilder
+from traceloom.trace.cache import Cache
 
 UNIX_NS = 1_700_000_000 * 10**9
 
@@ -234,13 +234,13 @@ def test_no_cache_leaves_nothing_behind(tmp_path):
 
 
 def test_processes_read_the_same_as_this_one(tmp_path, monkeypatch):
-    inputs = [Input(rank(number).write(tmp_path / f"rank{number}.json"), given=True) for number in range(2)]
+    inputs = [InputFile(rank(number).write(tmp_path / f"rank{number}.json"), given=True) for number in range(2)]
     (tmp_path / "bad.json").write_text("{}")
-    inputs.append(Input(tmp_path / "bad.json", given=True))
-    here = ranks.read_all(inputs, cache=None)
-    monkeypatch.setattr(ranks, "_WORTH_BYTES", 0)
+    inputs.append(InputFile(tmp_path / "bad.json", given=True))
+    here = loading.read_all(inputs, cache=None)
+    monkeypatch.setattr(loading, "_WORTH_BYTES", 0)
     seen: list[ReadProgress] = []
-    beside = ranks.read_all(inputs, cache=None, report=seen.append)
+    beside = loading.read_all(inputs, cache=None, report=seen.append)
     for one, other in zip(here[:2], beside[:2], strict=True):
         assert one.meta == other.meta
         assert all(other.frames()[name].equals(frame) for name, frame in one.frames().items())

@@ -15,10 +15,8 @@ from hypothesis import strategies as st
 
 from support.snapshots import SnapshotBuilder
 from traceloom.errors import InputError
-from traceloom.read.memory_files import kind_of, read_out_of_memory
-from traceloom.read.memory_timeline import CATEGORIES, read_timeline
-from traceloom.read.pickled import loads
-from traceloom.read.snapshot import read_snapshot, snapshot_of
+from traceloom.formats.memory_files import CATEGORIES, detect_kind, read_out_of_memory, read_timeline
+from traceloom.formats.memory_snapshot import loads, read_snapshot, snapshot_of
 
 STEP = ("/u/train.py", 10, "step")
 SMALL = st.integers(-(2**31), 2**31 - 1)
@@ -190,7 +188,7 @@ def test_a_raw_timeline_adds_up_by_category(tmp_path: Path) -> None:
     path = tmp_path / "t.raw.json.gz"
     path.write_bytes(gzip.compress(json.dumps(ROWS).encode()))
     found = read_timeline(path)
-    assert kind_of(path) == "timeline"
+    assert detect_kind(path) == "timeline"
     assert found.time_ns.tolist() == [10, 10, 12, 12, 15]
     assert found.levels.sum(axis=0).tolist() == [100, 150, 100, 150, 100]
     assert found.levels[CATEGORIES.index("gradient")].tolist() == [0, 0, 0, 50, 0]
@@ -201,7 +199,7 @@ def test_a_timeline_of_levels(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     path.write_text(json.dumps([[1, 2], [[0, 5, 0, 0, 0, 0, 0, 0, 0], [0, 5, 0, 0, 0, 7, 0, 0, 0]]]))
     found = read_timeline(path)
-    assert kind_of(path) == "timeline"
+    assert detect_kind(path) == "timeline"
     assert (found.time_ns.tolist(), found.levels.sum(axis=0).tolist()) == ([1000, 2000], [5, 12])
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from traceloom.errors import InputError
-from traceloom.read.memory_timeline import (
+from traceloom.formats.memory_files import (
     ACTIONS,
     CATEGORIES,
     CREATE,

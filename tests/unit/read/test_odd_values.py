@@ -10,10 +10,10 @@ import polars as pl
 import pytest
 
 from traceloom.errors import InputError
-from traceloom.model import Trace
-from traceloom.read import read_kineto
-from traceloom.read.host_trace import read_host_trace
+from traceloom.formats import read_kineto
+from traceloom.formats.host_trace import read_host_trace
 from traceloom.testing import HostTraceBuilder, TraceBuilder
+from traceloom.trace.trace import Trace
 
 UNIX_NS = 1_700_000_000 * 10**9
 HALF_A_PAIR = "\ud800"

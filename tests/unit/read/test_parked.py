@@ -10,10 +10,10 @@ import pytest
 import traceloom
 from support.jobs import ParallelRecipe, parallel_job
 from traceloom.errors import InputError
-from traceloom.model import Trace, parked
-from traceloom.read import ReadProgress, load_inputs
-from traceloom.storage import ondisk
+from traceloom.formats import ReadProgress, load_inputs
 from traceloom.testing import TraceBuilder
+from traceloom.trace import mapped_arrays, storage
+from traceloom.trace.trace import Trace
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def trace() -> Trace:
 
 
 def test_a_parked_trace_is_the_same_trace(trace: Trace) -> None:
-    column_files = parked.ColumnFiles()
+    column_files = storage.MappedFiles()
     other = column_files.park(trace)
     other.check()
     assert other.meta == trace.meta
@@ -36,11 +36,11 @@ def test_a_parked_trace_is_the_same_trace(trace: Trace) -> None:
 
 def test_columns_outlive_their_parking(trace: Trace) -> None:
     expected = trace.events["name"].to_list()
-    parked_events = parked.ColumnFiles().park(trace).events
+    parked_events = storage.MappedFiles().park(trace).events
     names = parked_events["name"]
     del parked_events
     for _ in range(3):
-        parked.ColumnFiles().park(trace)
+        storage.MappedFiles().park(trace)
     assert names.to_list() == expected
 
 
@@ -51,7 +51,7 @@ def test_missing_values_stay_missing() -> None:
         if number % 3 == 0:
             builder.launch("cudaLaunchKernel", number * 10.0 + 1, 1, correlation=number)
     trace = builder.build()
-    other = parked.ColumnFiles().park(trace)
+    other = storage.MappedFiles().park(trace)
     assert 0 < other.events["correlation"].null_count() < other.events.height
     assert other.events.equals(trace.events)
     assert other.events.filter(pl.col("correlation") == 300)["name"].to_list() == ["cudaLaunchKernel"]
@@ -61,15 +61,15 @@ def test_only_what_goes_beyond_the_sessions_share_is_parked(tmp_path: Path, monk
     run = parallel_job(ParallelRecipe(data=4, steps=4, layers=3)).run()
     folder = run.write(tmp_path / "job")
     small = traceloom.load(folder, cache=False)
-    monkeypatch.setattr(parked, "SESSION_BYTES", 2 * small.traces[0].meta.file_bytes + 100)
+    monkeypatch.setattr(storage, "SESSION_BYTES", 2 * small.traces[0].meta.file_bytes + 100)
     seen: list[int | None] = []
-    park = parked.ColumnFiles.park
+    park = storage.MappedFiles.park
 
-    def noted(column_files: parked.ColumnFiles, one: Trace) -> Trace:
+    def noted(column_files: storage.MappedFiles, one: Trace) -> Trace:
         seen.append(one.rank)
         return park(column_files, one)
 
-    monkeypatch.setattr(parked.ColumnFiles, "park", noted)
+    monkeypatch.setattr(storage.MappedFiles, "park", noted)
     large = traceloom.load(folder, cache=False)
     assert seen == [2, 3]
     for one, other in zip(small.traces, large.traces, strict=True):
@@ -78,11 +78,11 @@ def test_only_what_goes_beyond_the_sessions_share_is_parked(tmp_path: Path, monk
 
 def test_a_full_disk_is_said(trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_size: int) -> None:
-        raise ondisk.no_space(OSError(28, "No space left on device"))
+        raise mapped_arrays.no_space(OSError(28, "No space left on device"))
 
-    monkeypatch.setattr(ondisk, "new_block", full)
+    monkeypatch.setattr(mapped_arrays, "new_block", full)
     with pytest.raises(InputError) as caught:
-        parked.ColumnFiles().park(trace)
+        storage.MappedFiles().park(trace)
     assert caught.value.slug == "no-space"
 
 

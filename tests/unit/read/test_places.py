@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from traceloom.read import read_kineto
-from traceloom.read.places import Braces, places
+from traceloom.formats import read_kineto
+from traceloom.formats.text_stream import BraceIndex, locate_entries
 
 BLANKS = ["", " ", "\n", "\r\n\t ", " " * 70]
 ODD = ["", "}", "},{", "}, {", '"},{"', "\\", "é}{", "}\n,\n{", "\u2028},", "{}"]
@@ -23,9 +23,9 @@ def joined(entries: list[str], blank: str) -> tuple[bytes, list[bytes]]:
 
 def cut(text: bytes, count: int) -> list[bytes]:
     """The entries by what `places` says."""
-    braces = Braces()
+    braces = BraceIndex()
     braces.look(text)
-    begins, lengths = places(text, count, braces.between(0, len(text)))
+    begins, lengths = locate_entries(text, count, braces.between(0, len(text)))
     return [text[begin : begin + length] for begin, length in zip(begins.tolist(), lengths.tolist(), strict=True)]
 
 
@@ -73,14 +73,14 @@ def test_equal_entries_one_after_the_other_are_each_where_they_stand() -> None:
     text, expected = joined(["[{},{}]"] * 4, " ")
     assert cut(text, 4) == expected
     braces = np.flatnonzero(np.frombuffer(text, np.uint8) == ord("}"))
-    begins, lengths = places(text, 4, braces)
+    begins, lengths = locate_entries(text, 4, braces)
     assert begins.tolist() == [0, 10, 20, 30]
     assert lengths.tolist() == [7] * 4
 
 
 def test_a_single_entry_and_none() -> None:
     assert cut(b'{"a": {"b": 1}} \n', 1) == [b'{"a": {"b": 1}}']
-    assert [column.tolist() for column in places(b"", 0, np.zeros(0, dtype=np.int64))] == [[], []]
+    assert [column.tolist() for column in locate_entries(b"", 0, np.zeros(0, dtype=np.int64))] == [[], []]
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -107,7 +107,7 @@ def test_random_entries_come_apart_as_they_were_put_together(seed: int) -> None:
 def test_braces_are_those_of_the_text_however_it_arrives(size: int, begin: int) -> None:
     text = json.dumps([{"a": {"b": number}} for number in range(12)]).encode()
     expected = [at for at, sign in enumerate(text) if sign == ord("}")]
-    braces = Braces(begin)
+    braces = BraceIndex(begin)
     for low in range(0, len(text), size):
         braces.look(text[low : low + size])
     for low, high in ((begin, begin + 20), (begin + 20, 120), (120, 120), (120, len(text))):
@@ -115,7 +115,7 @@ def test_braces_are_those_of_the_text_however_it_arrives(size: int, begin: int) 
 
 
 def test_braces_of_the_same_stretch_may_be_asked_for_again_and_of_none_there_are_none() -> None:
-    braces = Braces()
+    braces = BraceIndex()
     assert braces.between(0, 10).tolist() == []
     braces.look(b"")
     braces.look(b"ab}c}")

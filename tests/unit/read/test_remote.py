@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 
 import traceloom
-from traceloom import files
 from traceloom.cli import main
 from traceloom.errors import InputError, UsageError
-from traceloom.read import remote
+from traceloom.system import files, remote
 from traceloom.testing import TraceBuilder
 
 UNIX_NS = 1_700_000_000 * 10**9

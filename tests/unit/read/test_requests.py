@@ -12,10 +12,9 @@ import pytest
 import traceloom
 from traceloom.analyze import answer
 from traceloom.findings import findings
-from traceloom.model import Session
-from traceloom.model.thread_cpu import ThreadClock, thread_samples
-from traceloom.model.trace import Meta
-from traceloom.testing.builder import TraceBuilder
+from traceloom.testing.trace_builder import TraceBuilder
+from traceloom.trace.session import Session, ThreadClock, thread_samples
+from traceloom.trace.trace import Meta
 
 BASE = 1_700_000_000 * 10**9
 MS = 1_000_000
@@ -75,7 +74,7 @@ def test_bursts_that_do_not_begin_alike_are_no_requests(tmp_path: Path) -> None:
         built.op(f"op {number}", number * 50_000, 2_000)
     path = built.write(tmp_path / "rank0.kineto.json")
     samples = {"thread": [1, 1], "time_ns": [BASE, BASE + 2_000 * MS], "cpu_ns": [0, 80 * MS]}
-    trace = traceloom.read.kineto.read_kineto(path, capture={"thread_cpu": samples, "rank": 0})
+    trace = traceloom.formats.kineto.read_kineto(path, capture={"thread_cpu": samples, "rank": 0})
     assert not trace.steps.height
 
 
@@ -93,7 +92,7 @@ def paused(folder: Path, *, running: float, stepped: bool) -> Session:
         before = round(number * (40 + 60 * running) * MS)
         ran += [before, before, *[before + round(60 * MS * running)] * 2]
     samples = {"thread": [1] * len(edges), "time_ns": edges, "cpu_ns": ran}
-    trace = traceloom.read.kineto.read_kineto(path, capture={"thread_cpu": samples, "rank": 0, "world_size": 1})
+    trace = traceloom.formats.kineto.read_kineto(path, capture={"thread_cpu": samples, "rank": 0, "world_size": 1})
     return Session((trace,), "made")
 
 
@@ -125,10 +124,10 @@ def test_a_thread_that_sleeps_beside_busy_ones_makes_no_pause(tmp_path: Path) ->
                for thread, ran in ((1, 0), (10, 0.4 * (time + 20)), (11, 0.4 * (time + 20)))]  # fmt: skip
     samples = {"thread": [row[0] for row in columns], "time_ns": [BASE + row[1] * MS for row in columns],
                "cpu_ns": [round(row[2] * MS) for row in columns]}  # fmt: skip
-    trace = traceloom.read.kineto.read_kineto(path, capture={"thread_cpu": samples, "rank": 0, "world_size": 1})
+    trace = traceloom.formats.kineto.read_kineto(path, capture={"thread_cpu": samples, "rank": 0, "world_size": 1})
     assert not trace.steps.height
     assert "host-pause" not in {finding.slug for finding in findings(Session((trace,), "made")).time}
-    unknown = traceloom.read.kineto.read_kineto(path, capture=None)
+    unknown = traceloom.formats.kineto.read_kineto(path, capture=None)
     assert "host-pause" in {finding.slug for finding in findings(Session((unknown,), "made")).time}
 
 

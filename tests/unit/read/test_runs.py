@@ -10,25 +10,24 @@ from typing import Any
 import pytest
 
 from traceloom.errors import InputError
-from traceloom.read.inputs import Input
-from traceloom.read.runs import Peek, group, names, peek, same_run
+from traceloom.formats.inputs import FileHead, InputFile, group, is_same_run, name_runs, read_head
 from traceloom.testing import TraceBuilder
 
 EPOCH = 1_700_000_000 * 10**9
 MINUTE = 60 * 10**9
 
 
-def file(name: str, **changes: Any) -> Peek:
+def file(name: str, **changes: Any) -> FileHead:
     """What is seen of a file that is one of two ranks of a run on one host."""
     values: dict[str, Any] = {
-        "source": Input(Path(name), given=True), "rank": 0, "world_size": 2, "job": (), "part": None, "host": "host0",
+        "source": InputFile(Path(name), given=True), "rank": 0, "world_size": 2, "job": (), "part": None, "host": "host0",
         "process": 7, "start_ns": EPOCH, "pattern": "runs/rank#.json",
     }  # fmt: skip
-    return Peek(**(values | changes))
+    return FileHead(**(values | changes))
 
 
-def captured(name: str, capture: str, part: str | int, **changes: Any) -> Peek:
-    return file(name, source=Input(Path(name), given=False, capture=Path(capture), entry={}), part=part, **changes)
+def captured(name: str, capture: str, part: str | int, **changes: Any) -> FileHead:
+    return file(name, source=InputFile(Path(name), given=False, capture=Path(capture), entry={}), part=part, **changes)
 
 
 @pytest.mark.parametrize(
@@ -52,8 +51,8 @@ def captured(name: str, capture: str, part: str | int, **changes: Any) -> Peek:
 )
 def test_ranks_of_a_job_are_together_by_size_time_and_name(changes: dict[str, Any], together: bool) -> None:
     first, second = file("runs/rank0.json"), file("runs/rank1.json", rank=1, **changes)
-    assert same_run(first, second) is together
-    assert same_run(second, first) is together
+    assert is_same_run(first, second) is together
+    assert is_same_run(second, first) is together
 
 
 @pytest.mark.parametrize(
@@ -67,7 +66,7 @@ def test_ranks_of_a_job_are_together_by_size_time_and_name(changes: dict[str, An
     ],
 )
 def test_job_ids_that_both_name_decide(left: Any, right: Any, together: bool) -> None:
-    assert same_run(file("a", job=left), file("b", rank=1, job=right)) is together
+    assert is_same_run(file("a", job=left), file("b", rank=1, job=right)) is together
 
 
 @pytest.mark.parametrize(
@@ -86,12 +85,12 @@ def test_job_ids_that_both_name_decide(left: Any, right: Any, together: bool) ->
 )
 def test_without_a_size_of_the_job_process_and_rank_decide(changes: dict[str, Any], together: bool) -> None:
     first, second = file("a", world_size=1), file("b", world_size=1, **changes)
-    assert same_run(first, second) is together
-    assert same_run(second, first) is together
+    assert is_same_run(first, second) is together
+    assert is_same_run(second, first) is together
 
 
 def test_processes_that_are_not_known_are_not_the_same() -> None:
-    assert not same_run(file("a", world_size=1, process=None),
+    assert not is_same_run(file("a", world_size=1, process=None),
                         file("b", world_size=1, process=None, start_ns=EPOCH + 1))  # fmt: skip
 
 
@@ -105,10 +104,10 @@ def test_processes_that_are_not_known_are_not_the_same() -> None:
         (file("cap/rank1.json", rank=1), False),
     ],
 )
-def test_of_captures_their_folder_and_job_alone_decide(other: Peek, together: bool) -> None:
+def test_of_captures_their_folder_and_job_alone_decide(other: FileHead, together: bool) -> None:
     first = captured("cap/rank0.json", "cap", "job")
-    assert same_run(first, other) is together
-    assert same_run(other, first) is together
+    assert is_same_run(first, other) is together
+    assert is_same_run(other, first) is together
 
 
 def test_whatever_the_order_of_the_files_the_runs_are_the_same() -> None:
@@ -133,7 +132,7 @@ def test_windows_of_one_process_are_one_run_although_the_first_and_last_lie_far_
     assert group([]) == []
 
 
-def at(*paths: str, capture: str | None = None) -> list[Peek]:
+def at(*paths: str, capture: str | None = None) -> list[FileHead]:
     return [captured(path, capture, 1) if capture else file(path) for path in paths]
 
 
@@ -154,13 +153,13 @@ def at(*paths: str, capture: str | None = None) -> list[Peek]:
     ],
 )
 def test_a_run_is_called_what_its_files_have_in_common(
-    runs: list[list[Peek]], requested: tuple[str, ...], called: list[str]
+    runs: list[list[FileHead]], requested: tuple[str, ...], called: list[str]
 ) -> None:
-    assert names(runs, requested) == called
+    assert name_runs(runs, requested) == called
 
 
-def seen(builder: TraceBuilder, path: Path, entry: dict[str, Any] | None = None) -> Peek:
-    return peek(Input(builder.write(path), given=True, capture=path.parent if entry else None, entry=entry))
+def seen(builder: TraceBuilder, path: Path, entry: dict[str, Any] | None = None) -> FileHead:
+    return read_head(InputFile(builder.write(path), given=True, capture=path.parent if entry else None, entry=entry))
 
 
 def test_the_first_part_says_rank_size_host_process_and_start(tmp_path: Path) -> None:
@@ -213,4 +212,4 @@ def test_what_is_no_trace_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(InputError):
-        peek(Input(path, given=True))
+        read_head(InputFile(path, given=True))

@@ -7,9 +7,9 @@ import json
 import numpy as np
 
 from support.bigfile import write_big
-from traceloom.read import read_kineto
-from traceloom.read.nesting import nest
-from traceloom.storage import spill
+from traceloom.formats import read_kineto
+from traceloom.trace import mapped_arrays
+from traceloom.trace.arrays import nest
 
 
 def test_a_chain_of_crossing_spans_is_linear_work():
@@ -45,7 +45,7 @@ def test_columns_on_disk_give_the_same_trace_and_leave_nothing(tmp_path, monkeyp
     path = tmp_path / "big.json"
     write_big(path, 40_000_000)
     inside = read_kineto(path)
-    monkeypatch.setattr(spill, "SPILL_BYTES", 1_000_000)
+    monkeypatch.setattr(mapped_arrays, "SPILL_BYTES", 1_000_000)
     spilled = read_kineto(path)
     for name, frame in inside.frames().items():
         assert spilled.frames()[name].equals(frame), name

@@ -12,8 +12,8 @@ import pytest
 
 from support.snapshots import SnapshotBuilder
 from traceloom.errors import InputError
-from traceloom.model.snapshot import ACTIONS, BLOCKS, ENTRIES, SEGMENTS, frame_text, is_python, stack_texts
-from traceloom.read.snapshot import read_snapshot, snapshot_of
+from traceloom.formats.memory_snapshot import read_snapshot, snapshot_of
+from traceloom.trace.session import ACTIONS, BLOCKS, ENTRIES, SEGMENTS, frame_text, is_python, stack_texts
 
 FRAMES = [(f"/u/f{number}.py", number, f"call{number}") for number in range(5)]
 START = 1_700_000_000_000_000

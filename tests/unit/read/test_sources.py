@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from traceloom.errors import InputError
-from traceloom.model import Trace
-from traceloom.read import load, sources
-from traceloom.read.inputs import Input
-from traceloom.read.runs import Peek
+from traceloom.formats import inputs, load
+from traceloom.formats.inputs import FileHead, InputFile
 from traceloom.testing import TraceBuilder
+from traceloom.trace.trace import Trace
 
 
 class Lines:
@@ -25,9 +24,9 @@ class Lines:
     def matches(self, head: bytes) -> bool:
         return head.startswith(b"#kernels ")
 
-    def peek(self, file: Input) -> Peek:
+    def peek(self, file: InputFile) -> FileHead:
         rank = int(self._text(file.path).split("\n")[0].split()[1])
-        return Peek(file, rank, 2, (("job_id", "7"),), None, None, None, None, str(file.path.parent))
+        return FileHead(file, rank, 2, (("job_id", "7"),), None, None, None, None, str(file.path.parent))
 
     def read(self, path: str | Path, *, capture: dict[str, Any] | None, step: object, processes: int | None) -> Trace:
         first, *lines = self._text(Path(path)).splitlines()
@@ -44,9 +43,9 @@ class Lines:
 
 @pytest.fixture(autouse=True)
 def lines() -> Iterator[None]:
-    sources.SOURCES.insert(0, Lines())
+    inputs.SOURCES.insert(0, Lines())
     yield
-    del sources.SOURCES[0]
+    del inputs.SOURCES[0]
 
 
 def test_a_file_of_a_new_format_is_read_with_others_of_its_run(tmp_path: Path) -> None:

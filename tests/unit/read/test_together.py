@@ -18,14 +18,15 @@ from support import damage
 from support.bigfile import write_big
 from support.strategies import builders
 from traceloom.errors import InputError
-from traceloom.model import Trace
-from traceloom.read import ahead, read_kineto, together
-from traceloom.read.decoding import decode
-from traceloom.read.document import TextPart
-from traceloom.read.together import ForkResult, Helpers
-from traceloom.storage import spill
-from traceloom.storage.cache import Seen
+from traceloom.formats import ahead, read_kineto
+from traceloom.formats import ahead as together
+from traceloom.formats.ahead import ForkResult, Helpers
+from traceloom.formats.kineto_columns import decode
+from traceloom.formats.kineto_document import TextRange
 from traceloom.testing import TraceBuilder
+from traceloom.trace import mapped_arrays
+from traceloom.trace.cache import FileStamp
+from traceloom.trace.trace import Trace
 
 needs_forks = pytest.mark.skipif(sys.platform != "linux", reason="parts are decoded by forks on Linux alone")
 
@@ -33,7 +34,7 @@ needs_forks = pytest.mark.skipif(sys.platform != "linux", reason="parts are deco
 class Here:
     """What a fork does, done in this process."""
 
-    def __init__(self, path: Path, part: TextPart) -> None:
+    def __init__(self, path: Path, part: TextRange) -> None:
         self._path, self._part = path, part
 
     def result(self) -> ForkResult | None:
@@ -58,7 +59,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 def in_parts(path: Path, *begins: int) -> tuple[Trace, bool]:
     """The trace, and whether the parts were put together."""
     helping = Helpers(path, list(begins), path.stat().st_size)
-    ahead._running[path] = helping, Seen.now(path)
+    ahead._running[path] = helping, FileStamp.now(path)
     trace = read_kineto(path)
     return trace, bool(helping._results) and helping._results[-1].left_at is None
 
@@ -144,7 +145,7 @@ def test_forks_decode_compressed_and_exact_times_and_spill(tmp_path: Path, monke
             trace, together_ = in_parts(of, *begins)
             assert together_
             assert all(trace.frames()[name].equals(frame) for name, frame in whole.frames().items())
-    monkeypatch.setattr(spill, "SPILL_BYTES", 1_000_000)
+    monkeypatch.setattr(mapped_arrays, "SPILL_BYTES", 1_000_000)
     monkeypatch.setenv("TRACELOOM_CACHE_DIR", str(tmp_path / "cache"))
     trace, together_ = in_parts(packed, 2_000_000, 4_000_000)
     assert together_
@@ -200,7 +201,7 @@ def test_a_fork_that_dies_or_hangs_costs_nothing_but_time(
         monkeypatch.setattr(last, "pieces", gone)
     else:
         monkeypatch.setattr(together, "_PATIENCE_S", -1000)
-    ahead._running[path] = helping, Seen.now(path)
+    ahead._running[path] = helping, FileStamp.now(path)
     assert_equal(read_kineto(path), whole)
     for fork in helping._forks:
         with pytest.raises((ChildProcessError, ProcessLookupError)):
@@ -211,7 +212,7 @@ def test_decoding_needs_no_polars(tmp_path: Path) -> None:
     """A fork has none of its threads, and would wait for them forever."""
     text = made().text().replace('"blocks per SM": ', '"blocks per SM": "many", "-": ').replace(".000", ".0001")
     (tmp_path / "trace.json").write_text(text)
-    code = "import sys; sys.modules['polars'] = None; from traceloom.read.decoding import decode; decode(sys.argv[1])"
+    code = "import sys; sys.modules['polars'] = None; from traceloom.formats.kineto_columns import decode; decode(sys.argv[1])"
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "trace.json")], check=True)
 
 

@@ -14,11 +14,11 @@ import pytest
 from support import damage
 from support.tolerant import damaged, is_node, whole_objects
 from traceloom.errors import InputError
-from traceloom.model import Trace
-from traceloom.read import read_kineto
-from traceloom.read.host_trace import read_host_trace
+from traceloom.formats import read_kineto
+from traceloom.formats.host_trace import read_host_trace
 from traceloom.testing import TraceBuilder
-from traceloom.testing.host_trace import HOST_SCHEMAS, HostTraceBuilder
+from traceloom.testing.host_trace_builder import HOST_SCHEMAS, HostTraceBuilder
+from traceloom.trace.trace import Trace
 
 HOST_DAMAGES = 30
 Key = tuple[str, int, int]

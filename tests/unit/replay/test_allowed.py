@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from traceloom.replay.allowed import CHOICES, NAMESPACES, refusal
-from traceloom.replay.schema import parse_schema
+from traceloom.workload.replay.schema import CHOICES, NAMESPACES, parse_schema, refusal
 
 # Namespaces that PyTorch itself brings besides; each only where a user asks for it.
 OF_PYTORCH = {"quantized", "_quantized", "mkldnn", "onednn", "mkl", "sparse", "inductor", "symm_mem", "c10d"}

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from traceloom.replay.binding import Unbindable, bind  # noqa: E402
-from traceloom.replay.schema import parse_schema  # noqa: E402
+from traceloom.workload.replay.binding import Unbindable, bind  # noqa: E402
+from traceloom.workload.replay.schema import parse_schema  # noqa: E402
 
 pytestmark = pytest.mark.torch
 ADD = "aten::add.Tensor(Tensor self, Tensor other, *, Scalar alpha=1) -> Tensor"
@@ -170,7 +170,7 @@ def test_what_cannot_be_bound_says_why(schema: str, arguments: list[Any], slug: 
 
 
 def test_every_allowed_op_of_pytorch_is_found_by_its_schema() -> None:
-    from traceloom.replay.allowed import refusal
+    from traceloom.workload.replay.schema import refusal
 
     unknown = []
     for schema in map(str, torch._C._jit_get_all_schemas()):

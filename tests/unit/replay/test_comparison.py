@@ -12,14 +12,12 @@ from support.plans import ran
 from support.plans import timed_plan as planned
 from support.reports import check_schema
 from traceloom.errors import UsageError
-from traceloom.replay.comparison import TABLES, ReplayComparison, compare_replay
-from traceloom.replay.originals import holes_of
-from traceloom.replay.plan import PLAN_SCHEMAS
-from traceloom.report import replayed as report
-from traceloom.report.replayed import page
-from traceloom.report.replayed.files import REPLAY
-from traceloom.report.replayed.terminal import render
+from traceloom.report import replay
+from traceloom.report.replay import REPLAY, render_terminal
 from traceloom.testing import TraceBuilder
+from traceloom.workload.replay.comparison import TABLES, ReplayComparison, compare_replay
+from traceloom.workload.replay.inputs import holes_of
+from traceloom.workload.replay.plan import PLAN_SCHEMAS
 
 MS = 1_000_000
 
@@ -82,7 +80,7 @@ def test_guesses_of_contents_are_counted(comparison: ReplayComparison) -> None:
 
 
 def test_the_document_is_as_its_schema_says(comparison: ReplayComparison) -> None:
-    document = report.build(comparison)
+    document = replay.build(comparison)
     check_schema(document, "replay.schema.json")
     assert document["sentence"] == (
         "The step took 11.0 ms, 0.55 times the recorded 20.0 ms (processor time: 1.00 times). 70.0 % of the time of its "
@@ -98,10 +96,10 @@ def test_without_recorded_times_nothing_is_compared() -> None:
     comparison = compare_replay(plan, ran())
     assert comparison.coverage["time_share"].null_count() == comparison.coverage.height
     assert comparison.long_ratios is None
-    document = report.build(comparison)
+    document = replay.build(comparison)
     check_schema(document, "replay.schema.json")
     assert document["sentence"] == "A pass took 11.0 ms. 50.0 % of its ops ran."
-    page.render(document, comparison)
+    replay.render(document, comparison)
 
 
 def test_every_view_holds_hostile_names_as_text() -> None:
@@ -109,11 +107,11 @@ def test_every_view_holds_hostile_names_as_text() -> None:
     plan = planned(hostile, hostile)
     ops = plan.ranks[0].ops.with_columns(pl.lit(hostile).alias("name"))
     comparison = compare_replay(replace(plan, ranks={0: replace(plan.ranks[0], ops=ops)}), ran())
-    document = report.build(comparison)
-    html = page.render(document, comparison)
+    document = replay.build(comparison)
+    html = replay.render(document, comparison)
     assert "<script>alert" not in html
     assert "\x1b" not in html
-    lines = [line.plain for line in render(document, 80)]
+    lines = [line.plain for line in render_terminal(document, 80)]
     assert "\x1b" not in "".join(lines)
     assert max(map(len, lines)) <= 80
 
@@ -150,6 +148,6 @@ def test_compiled_graphs_spend_time_that_no_op_explains() -> None:
     )
     comparison = compare_replay(replace(plan, ranks={0: replace(plan.ranks[0], holes=holes)}), ran())
     assert comparison.holes["recorded_ns"].to_list() == [MS]
-    assert any("compiled kernels" in limit for limit in report.build(comparison)["limits"])
-    assert any("waiting, kernels of compiled code." in limit for limit in report.limits(comparison))
-    assert any("loading, waiting. The pace" in limit for limit in report.limits(compare_replay(plan, ran())))
+    assert any("compiled kernels" in limit for limit in replay.build(comparison)["limits"])
+    assert any("waiting, kernels of compiled code." in limit for limit in replay.limits(comparison))
+    assert any("loading, waiting. The pace" in limit for limit in replay.limits(compare_replay(plan, ran())))

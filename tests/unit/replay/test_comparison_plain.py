@@ -13,9 +13,17 @@ import polars as pl
 import pytest
 
 from support.plans import PlanBuilder, groups
-from traceloom.replay.comparison import LONG_NS, ReplayComparison, compare_replay
-from traceloom.replay.plan import PLAN_SCHEMAS, ReplayPlan
-from traceloom.replay.replayed import FAILURES, OPS, REPLACED, STAND_INS, RankReplayed, Replayed
+from traceloom.workload.replay.comparison import LONG_NS, ReplayComparison, compare_replay
+from traceloom.workload.replay.plan import (
+    FAILURES,
+    OPS,
+    PLAN_SCHEMAS,
+    REPLACED,
+    STAND_INS,
+    RankReplayed,
+    Replayed,
+    ReplayPlan,
+)
 
 SHAPES = ([], [3], [4, 8], [1, 2, 5])
 RANKS = (0, 3)

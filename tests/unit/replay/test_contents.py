@@ -11,7 +11,7 @@ import pytest
 
 from support.plans import PlanBuilder
 from traceloom.errors import InvariantError
-from traceloom.replay.contents import RecordedIntegers, settle_contents
+from traceloom.workload.replay.contents import RecordedIntegers, settle_contents
 
 T = [{"tensor": number} for number in range(8)]
 EMBEDDING = (

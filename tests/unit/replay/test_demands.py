@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from traceloom.replay.contents import Demand
+from traceloom.workload.replay.contents import Demand
 
 VALUES = range(-3, 8)
 BOUNDS = [Demand("integers", low, high) for low in (0, 1, 3) for high in (None, 0, 2, 5)]

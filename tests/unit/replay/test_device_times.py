@@ -9,13 +9,12 @@ import pytest
 
 from support.plans import ran, timed_plan
 from support.reports import check_schema
-from traceloom.replay.comparison import ReplayComparison, compare_replay
-from traceloom.replay.device_times import MARK, times_of_marks
-from traceloom.replay.originals import work_below
-from traceloom.report import replayed as report
-from traceloom.report.replayed import page
-from traceloom.report.replayed.terminal import render
+from traceloom.report import replay
+from traceloom.report.replay import render_terminal
 from traceloom.testing import TraceBuilder
+from traceloom.workload.replay.comparison import ReplayComparison, compare_replay
+from traceloom.workload.replay.execution import MARK, times_of_marks
+from traceloom.workload.replay.inputs import work_below
 
 MS = 1_000_000
 
@@ -94,7 +93,7 @@ def test_what_no_ratio_has_is_said() -> None:
     replayed = pl.Series("gpu_ns", [None, 3 * MS, None, None, 32_000], dtype=pl.Int64)
     plan = replace(plan, ranks={0: replace(rank, ops=rank.ops.with_columns(recorded))})
     result = replace(result, ranks={0: replace(here, ops=here.ops.with_columns(replayed))})
-    limits = [limit.replace("\N{NARROW NO-BREAK SPACE}", " ") for limit in report.limits(compare_replay(plan, result))]
+    limits = [limit.replace("\N{NARROW NO-BREAK SPACE}", " ") for limit in replay.limits(compare_replay(plan, result))]
     assert any("2 ops is known of one side alone (2.00 ms as recorded, 3.00 ms here)" in limit for limit in limits), (
         limits
     )
@@ -110,9 +109,9 @@ def test_an_asynchronous_collective_is_compared_by_its_kernel_alone(*, on_gpu: b
     comparison = compare_replay(plan, replace(result, ranks={0: replace(here, ops=here.ops.with_columns(work))}))
     assert comparison.collectives["on_gpu"].to_list() == [on_gpu]
     assert comparison.collectives["ratio"].to_list() == [1.0 if on_gpu else None]
-    document = report.build(comparison)
+    document = replay.build(comparison)
     assert any("is not compared" in limit for limit in document["limits"]) != on_gpu
-    lines = [line.plain for line in render(document, 100)]
+    lines = [line.plain for line in render_terminal(document, 100)]
     assert "Of one each: its GPU work where both" in "\n".join(lines)
     (shown,) = (line.split() for line in lines if line.startswith(" all_reduce"))
     assert ("yes" if on_gpu else "no") in shown
@@ -125,13 +124,13 @@ def test_a_collective_on_a_gpu_takes_as_long_as_its_kernel(comparison: ReplayCom
 
 
 def test_every_view_shows_the_gpu_work(comparison: ReplayComparison) -> None:
-    document = report.build(comparison)
+    document = replay.build(comparison)
     check_schema(document, "replay.schema.json")
     assert "its GPU work took 1.32 times as long as recorded" in document["sentence"]
     assert "70.0 % of the time of its ops and 75.4 % of its GPU work ran" in document["sentence"]
-    lines = "\n".join(line.plain for line in render(document, 100))
+    lines = "\n".join(line.plain for line in render_terminal(document, 100))
     assert "GPU recorded" in lines
-    html = page.render(document, comparison)
+    html = replay.render(document, comparison)
     assert "GPU work" in html
     assert html.count("<circle class=") == 2
     assert "GPU work that a call launched." in html
@@ -140,8 +139,8 @@ def test_every_view_shows_the_gpu_work(comparison: ReplayComparison) -> None:
 
 def test_without_gpu_work_nothing_is_said_of_it() -> None:
     comparison = compare_replay(timed_plan(), ran())
-    document = report.build(comparison)
+    document = replay.build(comparison)
     assert "GPU" not in document["sentence"]
-    assert "GPU recorded" not in "\n".join(line.plain for line in render(document, 100))
-    assert "These are times of the host" not in page.render(document, comparison)
+    assert "GPU recorded" not in "\n".join(line.plain for line in render_terminal(document, 100))
+    assert "These are times of the host" not in replay.render(document, comparison)
     assert comparison.whole["gpu_ratio"].to_list() == [None]

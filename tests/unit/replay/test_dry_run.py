@@ -13,8 +13,8 @@ from support.plans import PlanBuilder, small_plan
 torch = pytest.importorskip("torch")
 
 from traceloom.cli import main  # noqa: E402
-from traceloom.replay.dry_run import dry_run, dry_run_rank  # noqa: E402
-from traceloom.replay.plan import PLAN_SCHEMAS  # noqa: E402
+from traceloom.workload.replay.dry_run import dry_run, dry_run_rank  # noqa: E402
+from traceloom.workload.replay.plan import PLAN_SCHEMAS  # noqa: E402
 
 pytestmark = pytest.mark.torch
 MM = "aten::mm(Tensor self, Tensor mat2) -> Tensor"

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from traceloom.replay.filling import filled  # noqa: E402
+from traceloom.workload.replay.contents import filled  # noqa: E402
 
 
 @pytest.mark.torch

@@ -16,16 +16,17 @@ import pytest
 from support.plans import PlanBuilder
 from traceloom.cli import main
 from traceloom.errors import InputError
-from traceloom.replay import Choice, dry_run, make_plan
-from traceloom.replay.kernels import KernelLoader, lacks_hardware
-from traceloom.replay.plan import STAND_IN, RankPlan, ReplayPlan
-from traceloom.replay.scaling import scaled
-from traceloom.testing.host_trace import HostTraceBuilder
+from traceloom.testing.host_trace_builder import HostTraceBuilder
+from traceloom.workload.replay.dry_run import dry_run
+from traceloom.workload.replay.kernels import KernelLoader, lacks_hardware
+from traceloom.workload.replay.plan import STAND_IN, RankPlan, ReplayPlan
+from traceloom.workload.replay.planning import Choice, make_plan
+from traceloom.workload.replay.resize import scaled
 
 torch = pytest.importorskip("torch")
 
-from traceloom.replay.running import Execution, RunOptions  # noqa: E402
-from traceloom.replay.script import write_script  # noqa: E402
+from traceloom.workload.replay.running import Execution, RunOptions  # noqa: E402
+from traceloom.workload.replay.script import write_script  # noqa: E402
 
 pytestmark = pytest.mark.torch
 FILE = "cdoubles0.py"

@@ -10,8 +10,8 @@ from support.plans import PlanBuilder
 
 torch = pytest.importorskip("torch")
 
-from traceloom.replay.contents import settle_contents  # noqa: E402
-from traceloom.replay.running import Execution, RunOptions  # noqa: E402
+from traceloom.workload.replay.contents import settle_contents  # noqa: E402
+from traceloom.workload.replay.running import Execution, RunOptions  # noqa: E402
 
 pytestmark = pytest.mark.torch
 _T = [{"tensor": number} for number in range(5)]

@@ -10,7 +10,7 @@ import pytest
 
 from support.plans import small_plan
 from traceloom.errors import InputError, InvariantError
-from traceloom.replay.plan import PLAN_SCHEMAS, ReplayPlan, is_plan
+from traceloom.workload.replay.plan import PLAN_SCHEMAS, ReplayPlan, is_plan
 
 
 def test_a_plan_comes_back_from_its_file(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from support.plans import PlanBuilder
 from traceloom.errors import InvariantError
-from traceloom.replay.plan import PLAN_SCHEMAS, RankPlan, frame
+from traceloom.workload.replay.plan import PLAN_SCHEMAS, RankPlan, frame
 
 RELU = "aten::relu(Tensor self) -> Tensor"
 ITEM = {"float32": 4, "int64": 8, "uint8": 1}

@@ -10,10 +10,10 @@ import polars as pl
 import pytest
 
 from traceloom.errors import InputError, UsageError
-from traceloom.replay import Choice, make_plan
-from traceloom.replay.nodes import composite_ops
-from traceloom.replay.plan import COLLECTIVE, RUN, STAND_IN, VIEW, WAIT, RankPlan, ReplayPlan
-from traceloom.testing.host_trace import HOST_SCHEMAS, HostTraceBuilder
+from traceloom.testing.host_trace_builder import HOST_SCHEMAS, HostTraceBuilder
+from traceloom.workload.replay.nodes import composite_ops
+from traceloom.workload.replay.plan import COLLECTIVE, RUN, STAND_IN, VIEW, WAIT, RankPlan, ReplayPlan
+from traceloom.workload.replay.planning import Choice, make_plan
 
 MM = "aten::mm(Tensor self, Tensor mat2) -> Tensor"
 RELU = "aten::relu(Tensor self) -> Tensor"

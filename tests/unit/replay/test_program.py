@@ -11,11 +11,13 @@ from support.plans import PlanBuilder, groups, small_plan
 torch = pytest.importorskip("torch")
 
 from traceloom.errors import CheckError, InputError  # noqa: E402
-from traceloom.replay.assembling import geometries, hand_overs, keeps_host  # noqa: E402
-from traceloom.replay.comparison import compare_replay  # noqa: E402
-from traceloom.replay.plan import ReplayPlan  # noqa: E402
-from traceloom.replay.replayed import Replayed  # noqa: E402
-from traceloom.replay.running import (  # noqa: E402
+from traceloom.workload.replay.comparison import compare_replay  # noqa: E402
+from traceloom.workload.replay.plan import (  # noqa: E402
+    Replayed,  # noqa: E402
+    ReplayPlan,  # noqa: E402
+)
+from traceloom.workload.replay.program import geometries, hand_overs, keeps_host  # noqa: E402
+from traceloom.workload.replay.running import (  # noqa: E402
     Execution,
     RunOptions,
     copied_asynchronously,

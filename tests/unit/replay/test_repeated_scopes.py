@@ -12,9 +12,9 @@ import pytest
 
 from support.plans import PlanBuilder, groups
 from traceloom.errors import UsageError
-from traceloom.replay.plan import ReplayPlan
-from traceloom.replay.repeats import Folded, ProgramLine, fold, rename
-from traceloom.replay.scaling import repeated
+from traceloom.workload.replay.folding import Folded, ProgramLine, fold, rename
+from traceloom.workload.replay.plan import ReplayPlan
+from traceloom.workload.replay.resize import repeated
 
 RELU = "aten::relu(Tensor self) -> Tensor"
 SCOPES = ("", "a", "a/b", "b", "layer.0", "layer.0.attention", "layer.01", "b/a")

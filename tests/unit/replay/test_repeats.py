@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from traceloom.replay.repeats import Folded, ProgramLine, fold
+from traceloom.workload.replay.folding import Folded, ProgramLine, fold
 
 
 def layers(layers: int, batches: int, forward: int = 12, backward: int = 15) -> list[ProgramLine]:

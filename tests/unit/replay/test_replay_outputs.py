@@ -11,7 +11,7 @@ from support.plans import small_plan
 from support.reports import check_schema
 from traceloom import load
 from traceloom.cli import main
-from traceloom.replay.comparison import TABLES
+from traceloom.workload.replay.comparison import TABLES
 
 
 @pytest.fixture

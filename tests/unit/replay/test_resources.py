@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from traceloom.replay import make_plan
-from traceloom.replay.resources import Resources
-from traceloom.replay.values import RecordedGeometry, RecordedTensor
-from traceloom.testing.host_trace import HostTraceBuilder
+from traceloom.testing.host_trace_builder import HostTraceBuilder
+from traceloom.workload.replay.inputs import Resources
+from traceloom.workload.replay.planning import make_plan
+from traceloom.workload.replay.values import RecordedGeometry, RecordedTensor
 
 EMBEDDING = (
     "aten::embedding(Tensor weight, Tensor indices, SymInt padding_idx=-1, bool scale_grad_by_freq=False, "

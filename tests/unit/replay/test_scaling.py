@@ -11,10 +11,10 @@ import pytest
 
 from support.plans import PlanBuilder, groups, small_plan
 from traceloom.errors import UsageError
-from traceloom.replay import make_plan
-from traceloom.replay.dry_run import dry_run
-from traceloom.replay.plan import RankPlan, ReplayPlan
-from traceloom.replay.scaling import repeated, scaled
+from traceloom.workload.replay.dry_run import dry_run
+from traceloom.workload.replay.plan import RankPlan, ReplayPlan
+from traceloom.workload.replay.planning import make_plan
+from traceloom.workload.replay.resize import repeated, scaled
 
 torch = pytest.importorskip("torch")
 VOCABULARY, HEADS = 50, 3

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traceloom.replay.schema import MemoryAlias, SchemaArgument, UnreadableSchemaError, ValueType, parse_schema
+from traceloom.workload.replay.schema import MemoryAlias, SchemaArgument, UnreadableSchemaError, ValueType, parse_schema
 
 
 def test_a_schema_has_names_arguments_and_what_it_writes() -> None:

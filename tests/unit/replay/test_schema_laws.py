@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from traceloom.replay.allowed import NAMESPACES, refusal
-from traceloom.replay.schema import ValueType, parse_schema
+from traceloom.workload.replay.schema import NAMESPACES, ValueType, parse_schema, refusal
 
 BASES = ("Tensor", "int", "SymInt", "float", "bool", "Scalar", "str", "ScalarType", "Device", "Generator")
 DEFAULTS: dict[str, list[tuple[str, Any]]] = {

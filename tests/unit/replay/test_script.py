@@ -15,9 +15,9 @@ import pytest
 
 from support.plans import PlanBuilder, groups, small_plan
 from traceloom.errors import UsageError
-from traceloom.replay.filling import filled
-from traceloom.replay.plan import ITEM_BYTES, RankPlan, ReplayPlan
-from traceloom.replay.script import write_script, write_worst
+from traceloom.workload.replay.contents import filled
+from traceloom.workload.replay.plan import ITEM_BYTES, RankPlan, ReplayPlan
+from traceloom.workload.replay.script import write_script, write_worst
 
 MM = "aten::mm(Tensor self, Tensor mat2) -> Tensor"
 RELU = "aten::relu(Tensor self) -> Tensor"

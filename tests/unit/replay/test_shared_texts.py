@@ -11,10 +11,10 @@ from typing import Any
 import polars as pl
 import pytest
 
-from traceloom.replay import make_plan
-from traceloom.replay.nodes import Nodes
-from traceloom.replay.plan import RankPlan
-from traceloom.testing.host_trace import HostTraceBuilder
+from traceloom.testing.host_trace_builder import HostTraceBuilder
+from traceloom.workload.replay.nodes import Nodes
+from traceloom.workload.replay.plan import RankPlan
+from traceloom.workload.replay.planning import make_plan
 
 FILL = "aten::full_like(Tensor self, Scalar fill_value, *, int[]? dims=None) -> Tensor"
 CAT = "aten::cat(Tensor[] tensors, int dim=0) -> Tensor"

@@ -11,13 +11,11 @@ import pytest
 from support.plans import PlanBuilder, groups, ran, small_plan, timed_plan
 from support.reports import check_schema
 from traceloom.cli import main
-from traceloom.replay.comparison import compare_replay
-from traceloom.replay.plan import PLAN_SCHEMAS, ReplayPlan
-from traceloom.replay.simulated import RANKS, SimulatedSteps, simulate_steps
-from traceloom.report import replayed as report
-from traceloom.report.replayed import page
-from traceloom.report.replayed.terminal import render
+from traceloom.report import replay
+from traceloom.report.replay import render_terminal
 from traceloom.testing import TraceBuilder
+from traceloom.workload.replay.comparison import RANKS, SimulatedSteps, compare_replay, simulate_steps
+from traceloom.workload.replay.plan import PLAN_SCHEMAS, ReplayPlan
 
 MS = 1_000_000
 OPS_US = 1000 + 300  # what the ops of a step take, on which the replay has to spend its time, too
@@ -68,8 +66,8 @@ def test_why_there_is_no_simulation_is_said(tmp_path: Path) -> None:
     assert of_plan.absent == "a plan or a graph does not hold the traces of the steps; name the run"
     for answer in (without_steps, of_plan):
         assert answer.ranks.height == 0
-        assert report.build(compare_replay(timed_plan(), ran(), answer))["simulated"] == []
-        (said, *_) = report.limits(compare_replay(timed_plan(), ran(), answer))
+        assert replay.build(compare_replay(timed_plan(), ran(), answer))["simulated"] == []
+        (said, *_) = replay.limits(compare_replay(timed_plan(), ran(), answer))
         assert said == f"It was not simulated on {answer.machine}: {answer.absent}."
 
 
@@ -86,15 +84,15 @@ def test_the_answer_says_how_far_simulation_and_replay_are_apart(tmp_path: Path)
     (row,) = comparison.simulated.to_dicts()
     assert row["replayed_ns"] == 11 * MS
     assert row["difference"] == pytest.approx(0.1)
-    document = report.build(comparison)
+    document = replay.build(comparison)
     check_schema(document, "replay.schema.json")
     assert (document["machine"], document["not_simulated"]) == ("here", None)
     words = "Simulated on here, the same ops without the host's gaps take 12.1 ms (+10.0 % against the replay)."
     assert document["sentence"].replace("\N{NARROW NO-BREAK SPACE}", " ").endswith(words)
-    assert "Beside its simulation" in page.render(document, comparison)
-    assert any("Beside its simulation" in line.plain for line in render(document, 100))
+    assert "Beside its simulation" in replay.render(document, comparison)
+    assert any("Beside its simulation" in line.plain for line in render_terminal(document, 100))
     at_recorded = replace(comparison, pace="recorded")
-    assert "the same ops with the host's gaps" in report.sentence(at_recorded)
+    assert "the same ops with the host's gaps" in replay.sentence(at_recorded)
 
 
 def test_sizes_that_were_not_recorded_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from traceloom.replay.standalone import (  # noqa: E402
+from traceloom.workload.replay.script import (  # noqa: E402
     Awaited,
     as_recorded,
     by_name,

@@ -11,7 +11,7 @@ from support.plans import PlanBuilder
 
 torch = pytest.importorskip("torch")
 
-from traceloom.replay.running import Execution, RunOptions, run_passes  # noqa: E402
+from traceloom.workload.replay.running import Execution, RunOptions, run_passes  # noqa: E402
 
 pytestmark = pytest.mark.torch
 NEG = "aten::neg(Tensor self) -> Tensor"

@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from traceloom.replay.binding import bind  # noqa: E402
+from traceloom.workload.replay.binding import bind  # noqa: E402
 
 pytestmark = pytest.mark.torch
 T = [{"tensor": number} for number in range(12)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traceloom.report.table import Bar
-from traceloom.report.views.terminal.bars import cells, plain, sparkline, stacked
+from traceloom.report.document import Bar
+from traceloom.report.views.terminal_table import cells, plain, sparkline, stacked
 
 
 def test_a_bar_shows_its_parts_in_their_patterns() -> None:

@@ -11,11 +11,11 @@ import polars as pl
 import pytest
 
 from support.beside import allocations, put, series, stacks, telemetry
-from traceloom.model import Session
-from traceloom.read import arguments, load
-from traceloom.report.beside import with_beside
+from traceloom.formats import arguments, load
 from traceloom.report.exports import perfetto
+from traceloom.report.views.timeline import add_overlay
 from traceloom.testing import TraceBuilder
+from traceloom.trace.session import Session
 
 BASE = 1_700_000_000_000_000_000
 US = 1000
@@ -36,7 +36,7 @@ def _session(directory: Path, samples: list[list[Any]] | None = None, *curves: d
 
 def _spans(session: Session) -> dict[str, list[tuple[str, float, float, int]]]:
     """Of each lane of sampled stacks: name, start and end in us after the base, depth."""
-    (trace,) = with_beside(session).traces
+    (trace,) = add_overlay(session).traces
     trace.check()
     events = trace.events.join(trace.lanes.select("lane", lane_name="name"), on="lane", maintain_order="left")
     out: dict[str, list[tuple[str, float, float, int]]] = {}
@@ -77,7 +77,7 @@ def test_a_call_is_shown_by_its_function_and_what_matters_of_its_file(tmp_path: 
     TraceBuilder(0, 1, base_ns=BASE).op("aten::mm", 100, 400).write(directory / "rank0.kineto.json.gz")
     sample = [BASE + 200 * US, 0, US, list(range(len(frames)))]
     put(directory / "rank0.stacks.json.gz", stacks([sample], frames=frames))
-    (trace,) = with_beside(load(directory, cache=False)).traces
+    (trace,) = add_overlay(load(directory, cache=False)).traces
     assert trace.events.filter(pl.col("category") == "other").sort("depth")["name"].to_list() == [
         "f0 (torch/optim/adam.py:7)", "f1 (queue.py:7)", "f2 (d.py:7)", "f3 (<string>:7)", "c10d::Work::wait",
     ]  # fmt: skip
@@ -97,7 +97,7 @@ def test_samples_that_overlap_are_cut_so_that_spans_nest(tmp_path: Path) -> None
 
 def test_the_events_of_the_trace_are_as_they_were(tmp_path: Path) -> None:
     session = _session(tmp_path, [[100, 0, 900, [0, 1]], [550, 1, 10, [2]]])
-    (before,), (after,) = session.traces, with_beside(session).traces
+    (before,), (after,) = session.traces, add_overlay(session).traces
     kept = after.events.filter(pl.col("lane") < before.lanes.height)
     columns = ["name", "category", "start_ns", "duration_ns", "lane", "depth", "correlation", "step"]
     assert kept.select(columns).equals(before.events.select(columns))
@@ -111,7 +111,7 @@ def test_the_events_of_the_trace_are_as_they_were(tmp_path: Path) -> None:
 
 
 def _counters(session: Session) -> dict[str, list[tuple[float, float]]]:
-    (trace,) = with_beside(session).traces
+    (trace,) = add_overlay(session).traces
     out: dict[str, list[tuple[float, float]]] = {}
     for row in trace.counters.iter_rows(named=True):
         out.setdefault(f"{row['name']} {row['key']}".strip(), []).append(((row["time_ns"] - BASE) / US, row["value"]))
@@ -179,4 +179,4 @@ def test_perfetto_has_samples_and_telemetry_on_the_axis_of_the_events(tmp_path: 
 
 def test_a_session_without_either_is_the_same(tmp_path: Path) -> None:
     session = _session(tmp_path)
-    assert with_beside(session) is session
+    assert add_overlay(session) is session

@@ -11,10 +11,10 @@ import pytest
 
 from support.reports import check_report
 from traceloom.errors import UsageError
-from traceloom.model import Session
 from traceloom.report import ReportOptions, build, selected
-from traceloom.report.window import cut
 from traceloom.testing import TraceBuilder
+from traceloom.trace.batch import cut
+from traceloom.trace.session import Session
 
 STEPS = 5
 Document = dict[str, Any]

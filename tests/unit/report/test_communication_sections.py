@@ -10,15 +10,15 @@ import pytest
 from support.jobs import ParallelRecipe, SlowRank, parallel_job
 from support.reports import check_schema
 from traceloom import analyze
-from traceloom.analyze.across.matched import match
-from traceloom.model import Session
+from traceloom.analyze.matched_collectives import match_collectives
 from traceloom.report import ReportOptions, build
+from traceloom.report.figure import blocks, heat_map
 from traceloom.report.sections import every
-from traceloom.report.sections.heat_map import blocks, heat_map
-from traceloom.report.views.html.page import render as page
 from traceloom.report.views.markdown import render as markdown
+from traceloom.report.views.page import render_report_page as page
 from traceloom.report.views.terminal import render as terminal
 from traceloom.testing import TraceBuilder
+from traceloom.trace.session import Session
 
 KEYS = ("collectives", "groups", "rank_matrix", "across_ranks", "slow_steps", "imbalance", "pipeline")
 
@@ -139,6 +139,6 @@ def test_sections_compare_the_ranks_once(job: Session, monkeypatch: pytest.Monke
     comparison = sys.modules[analyze.across_ranks.__module__]
     asked = []
     monkeypatch.setattr(comparison, "_LAST", None)
-    monkeypatch.setattr(comparison, "match", lambda parts: asked.append(1) or match(parts))
+    monkeypatch.setattr(comparison, "match_collectives", lambda parts: asked.append(1) or match_collectives(parts))
     document(job)
     assert len(asked) == 1

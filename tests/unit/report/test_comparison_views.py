@@ -19,18 +19,21 @@ from support.pages import Elements, islands, of_markdown, tables
 from support.pairs import compared
 from support.sessions import EVIL, session_of
 from traceloom.analyze import compare
-from traceloom.harmless import harmless
-from traceloom.model import Session, units
 from traceloom.report import comparison
-from traceloom.report.comparison import markdown, page, terminal
-from traceloom.report.comparison.tables import tables as declared
-from traceloom.report.verdict import markdown as verdict_markdown
-from traceloom.report.verdict import page as verdict_page
-from traceloom.report.verdict import tables as verdict_tables
-from traceloom.report.verdict import terminal as verdict_terminal
-from traceloom.report.views.jsonfile import encode
-from traceloom.report.views.terminal.bars import from_the_middle
+from traceloom.report import comparison as page
+from traceloom.report import comparison as terminal
+from traceloom.report import verdict as verdict_markdown
+from traceloom.report import verdict as verdict_page
+from traceloom.report import verdict as verdict_tables
+from traceloom.report import verdict as verdict_terminal
+from traceloom.report.comparison import tables as declared
+from traceloom.report.views import markdown
+from traceloom.report.views.files import encode
+from traceloom.report.views.terminal_table import signed_bar
+from traceloom.system import units
+from traceloom.system.sanitize import sanitize
 from traceloom.testing import TraceBuilder
+from traceloom.trace.session import Session
 
 Document = dict[str, Any]
 NOTHING_DIFFERS = {"difference_ns": 0, "change": 0.0}
@@ -97,7 +100,7 @@ def test_a_run_against_itself_shows_nothing_that_differs() -> None:
     assert {key: same[key] for key in NOTHING_DIFFERS} == NOTHING_DIFFERS
     assert [table.key for table in declared(same)] == ["diff-parts"]
     assert all(row["same"] for row in same["conditions"])
-    text = markdown.render(same)
+    text = markdown.render_comparison_markdown(same)
     assert "| +" not in text
     assert "Kernels" not in text
 
@@ -172,7 +175,7 @@ def cells_of(text: str, title: str) -> list[list[str]]:
 
 
 def test_markdown_says_both_sides_the_difference_and_both_shares() -> None:
-    head, *rows = cells_of(markdown.render(MIXED), "Where the difference lies")
+    head, *rows = cells_of(markdown.render_comparison_markdown(MIXED), "Where the difference lies")
     assert head[1:] == ["Base", "New", "Difference", "Change", "Of step"]
     parts = next(table for table in declared(MIXED) if table.key == "diff-parts").rows
     assert len(rows) == len(parts)
@@ -188,15 +191,15 @@ def test_markdown_and_terminal_count_the_rows_that_they_leave_out() -> None:
     )
     rows = [row for row in many["kernels"] if row["status"] != "same"]
     assert len(rows) == 14
-    assert "| … and 4 more |" in markdown.render(many)
-    text = "\n".join(line.plain for line in terminal.render(many, 3, 100))
+    assert "| … and 4 more |" in markdown.render_comparison_markdown(many)
+    text = "\n".join(line.plain for line in terminal.render_terminal(many, 3, 100))
     assert "3 of 14" in text
     assert "3 of" not in text.partition("Kernels, copies and fills")[0], "parts of the step are never left out"
 
 
 @pytest.mark.parametrize("width", [60, 100])
 def test_the_terminal_begins_with_the_names_and_the_sentence(width: int) -> None:
-    lines = [line.plain for line in terminal.render(MIXED, 10, width)]
+    lines = [line.plain for line in terminal.render_terminal(MIXED, 10, width)]
     assert [line.split() for line in lines[:2]] == [["base", "base"], ["new", "new"]]
     assert " ".join(" ".join(lines[2:]).split()).startswith(" ".join(MIXED["sentence"].split()))
 
@@ -209,10 +212,10 @@ def test_json_comes_back_as_it_is() -> None:
 
 def test_names_of_strangers_are_text_in_a_comparison() -> None:
     document = compared(EVIL)[0]
-    text, shown = markdown.render(document), page.render(document)
+    text, shown = markdown.render_comparison_markdown(document), page.render(document)
     for found in (of_markdown(text), Elements(shown)):
         assert not found.tags.keys() & {"img", "iframe", "object"}
-        assert harmless(EVIL)[:30] in found.shown
+        assert sanitize(EVIL)[:30] in found.shown
     assert not re.search("[\x1b\u202e\u2028]", text + shown)
 
 
@@ -221,7 +224,7 @@ def test_a_bar_from_the_middle_is_on_its_side_and_no_longer_than_the_longest(
     difference: int, others: int, width: int
 ) -> None:
     largest = max(abs(difference), others)
-    bar = from_the_middle(difference, largest, width).plain
+    bar = signed_bar(difference, largest, width).plain
     half = (width - 1) // 2
     assert len(bar) == 2 * half + 1
     left, line, right = bar[:half], bar[half], bar[half + 1 :]
@@ -299,8 +302,8 @@ def test_an_interval_stands_in_every_view_where_it_is_known() -> None:
     assert row["effect"] == "+3.46"
     for shown in (
         "\n".join(line.plain for line in verdict_terminal.render(known, 10, 140)),
-        verdict_markdown.render(known),
-        json.dumps(islands(verdict_page.render(known)), ensure_ascii=False),
+        verdict_markdown.render_verdict_markdown(known),
+        json.dumps(islands(verdict_page.render_verdict_page(known)), ensure_ascii=False),
     ):
         assert "+8.00 % to +12.00 %" in shown
         assert "+10.00 %" in shown
@@ -311,15 +314,15 @@ def test_an_interval_stands_in_every_view_where_it_is_known() -> None:
 @pytest.mark.parametrize(("verdict", "sign"), [("pass", "✅"), ("fail", "❌"), ("inconclusive", "❔")])
 def test_the_verdict_is_the_first_thing_that_every_view_says(verdict: str, sign: str) -> None:
     document = deepcopy(compared("a run")[1]) | {"verdict": verdict, "sentence": f"It is {verdict}"}
-    assert verdict_markdown.render(document).splitlines()[2] == f"{sign} **It is {verdict}.**"
+    assert verdict_markdown.render_verdict_markdown(document).splitlines()[2] == f"{sign} **It is {verdict}.**"
     lines = [line.plain for line in verdict_terminal.render(document, 10, 100)]
     assert lines[3] == f" It is {verdict}."
-    assert f"<h1>It is {verdict}.</h1>" in verdict_page.render(document)
+    assert f"<h1>It is {verdict}.</h1>" in verdict_page.render_verdict_page(document)
 
 
 def test_runs_of_both_sides_stand_in_the_page_with_their_steps() -> None:
     document = compared("a run")[1]
-    rows = tables(verdict_page.render(document), by="key")["verdict-runs"]
+    rows = tables(verdict_page.render_verdict_page(document), by="key")["verdict-runs"]
     assert [(row["side"], row["name"], row["recorded_steps"]) for row in rows] == [
         ("base", "a run", 6), ("new", "a run", 6),
     ]  # fmt: skip
@@ -335,7 +338,7 @@ def test_several_runs_of_a_side_are_counted_beside_its_name() -> None:
 
 def test_a_comment_leaves_operators_to_the_page() -> None:
     document = compared("a run")[1]
-    text, shown = verdict_markdown.render(document), tables(verdict_page.render(document))
+    text, shown = verdict_markdown.render_verdict_markdown(document), tables(verdict_page.render_verdict_page(document))
     assert "Operators by" not in text
     assert {"diff-operators", "verdict-checks", "verdict-conditions", "verdict-causes", "diff-parts"} <= set(shown)
     assert "diff-conditions" not in shown, "the verdict has them already"
@@ -343,10 +346,10 @@ def test_a_comment_leaves_operators_to_the_page() -> None:
 
 def test_names_of_strangers_are_text_in_a_verdict() -> None:
     document = compared(EVIL)[1]
-    text, shown = verdict_markdown.render(document), verdict_page.render(document)
+    text, shown = verdict_markdown.render_verdict_markdown(document), verdict_page.render_verdict_page(document)
     for found in (of_markdown(text), Elements(shown)):
         assert not found.tags.keys() & {"img", "iframe", "object"}
-        assert harmless(EVIL)[:30] in found.shown
+        assert sanitize(EVIL)[:30] in found.shown
     assert not re.search("[\x1b\u202e\u2028]", text + shown)
 
 

@@ -10,8 +10,8 @@ from support.documents import check_document
 from support.public_traces import NEEDS_TRACES, trace_of
 from support.reports import check_schema
 from support.sessions import empty, made, stages
-from traceloom.model import Session
 from traceloom.report import ReportOptions, build, build_runs
+from traceloom.trace.session import Session
 
 NAMES = ("a100_ddp_nccl", "cpu_only_gloo_rank34", "h100_bert_small", "mi300_vllm_piecewise_graphs", "mtia_inference")
 

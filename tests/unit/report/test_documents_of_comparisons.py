@@ -9,18 +9,18 @@ import pytest
 from support.documents import check_document
 from support.pairs import compared, run
 from support.sessions import empty, gpu_only, host_only, hostile, no_steps, several_devices, training, unknown_ranks
-from traceloom.analyze import compare, gate
-from traceloom.link import link_session
-from traceloom.model import Session
-from traceloom.report import comparison, graph_document, verdict, whatif
+from traceloom.analyze import compare, gate, gate_summary
+from traceloom.changes.changes import parse
+from traceloom.changes.whatif import whatif as evaluate
+from traceloom.graph import law, link_session
+from traceloom.report import comparison, verdict, whatif
+from traceloom.report import graph as graph_document
+from traceloom.report import verdict as baselines
 from traceloom.report.documents.comparison import ComparisonDocument
 from traceloom.report.documents.graph import GraphDocument
 from traceloom.report.documents.verdict import BaselinesDocument, VerdictDocument
 from traceloom.report.documents.whatif import WhatIfDocument
-from traceloom.report.verdict import baselines
-from traceloom.retime import law
-from traceloom.simulate import parse
-from traceloom.simulate import whatif as evaluate
+from traceloom.trace.session import Session
 
 of_every_sort = pytest.mark.parametrize(
     "sort",
@@ -38,17 +38,17 @@ def test_comparisons_are_of_their_type(sort: Callable[[], Session]) -> None:
 
 def test_verdicts_and_baselines_are_of_their_type() -> None:
     check_document(compared("work")[1], VerdictDocument)  # with the comparison and the runs that are needed
-    base, new = ([gate.summarise(session)] for session in (run("work", 20, "H100"), host_only()))
+    base, new = ([gate_summary.summarise(session)] for session in (run("work", 20, "H100"), host_only()))
     conditions = [gate.parse("step_time > 3%"), gate.parse("gpu_time > 1ms"), gate.parse("kernel:gemm > 1%")]
     for sides in ((base, new), (new, base), (base * 4, base * 4)):
         judged = gate.judge(*sides, conditions)
         for effect in (None, 0.05):
             named = [(name, side) for name, side in zip(("base", "new"), sides, strict=True)]
             check_document(verdict.build(judged, *named, strict=True, effect=effect), VerdictDocument)
-    summary = gate.summary
+    summary = gate_summary
     rows = [
         baselines.row("main", summary.Baseline(summary.FORMAT, summary.VERSION, "0.0.0", "main", 1, runs))
-        for runs in (base, [gate.summarise(no_steps())])
+        for runs in (base, [gate_summary.summarise(no_steps())])
     ]
     check_document({"store": "here", "baselines": rows}, BaselinesDocument)
 

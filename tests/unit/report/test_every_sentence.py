@@ -18,11 +18,12 @@ import traceloom
 from support.jobs import LateHost, ParallelRecipe, Recipe, StragglingStep, parallel_job, training_job
 from support.public_traces import DATA
 from support.sessions import serving_ranks
-from traceloom.model import Session, units
 from traceloom.report import ReportOptions, build
 from traceloom.report.sections import KEYS, core, every
 from traceloom.report.sections.section import Section
-from traceloom.testing.builder import TraceBuilder
+from traceloom.system import units
+from traceloom.testing.trace_builder import TraceBuilder
+from traceloom.trace.session import Session
 
 MULTIRANK = DATA / "multirank"
 RANKS = 8

@@ -15,19 +15,19 @@ import pytest
 from support.pages import Elements, of_markdown, words
 from support.reports import check_perfetto, check_report, check_sums_of_sections
 from support.sessions import EVIL, SORTS, empty, enormous, hostile, made, page, session_of, several_devices, with_memory
-from traceloom.harmless import harmless
-from traceloom.model import Session
 from traceloom.report import SORT_KEYS, ReportOptions, build
 from traceloom.report.exports import speedscope
 from traceloom.report.exports.perfetto import write as write_perfetto
 from traceloom.report.sections import CORE, CORE_KEYS, FINDINGS, KEYS, NAMES
 from traceloom.report.views import terminal
-from traceloom.report.views.html import render as html
-from traceloom.report.views.jsonfile import encode
+from traceloom.report.views.files import encode
+from traceloom.report.views.markdown import Shown
 from traceloom.report.views.markdown import render as markdown
-from traceloom.report.views.notebook import Shown
+from traceloom.report.views.page import render_report_page as html
 from traceloom.report.views.terminal import render
+from traceloom.system.sanitize import sanitize
 from traceloom.testing import TraceBuilder
+from traceloom.trace.session import Session
 
 Sort = Callable[[], Session]
 STEERS = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]")
@@ -73,7 +73,7 @@ def test_the_brief_report_fits_a_screen_and_begins_with_the_answer(sort: Sort) -
     shown = [line.plain for line in lines(sort, ReportOptions(), 80)]
     assert len(shown) <= 30
     joined = " ".join(" ".join(shown[2:]).split())
-    assert joined.startswith(" ".join(harmless(document["answer"]["sentence"]).split()))
+    assert joined.startswith(" ".join(sanitize(document["answer"]["sentence"]).split()))
 
 
 @every_sort
@@ -168,7 +168,7 @@ def test_markdown_is_at_most_sixty_lines_of_text_without_markup_of_strangers(sor
 @every_sort
 def test_the_sentence_of_the_answer_is_the_same_in_every_view(sort: Sort) -> None:
     document = made(sort)[1]
-    sentence = harmless(document["answer"]["sentence"])
+    sentence = sanitize(document["answer"]["sentence"])
     assert sentence in elements(sort).shown.replace("\u202f%", " %")
     assert sentence in of_markdown(markdown(document, ReportOptions())).shown
     assert sentence in Elements(Shown(document, ReportOptions())._repr_html_()).shown
@@ -219,9 +219,9 @@ def test_two_reports_of_one_run_are_equal_bytes() -> None:
 
 def test_names_of_strangers_are_spelled_in_the_page_and_on_the_terminal() -> None:
     shown = words(page(hostile))
-    assert harmless(EVIL) in Elements(page(hostile)).shown
+    assert sanitize(EVIL) in Elements(page(hostile)).shown
     assert "<img" not in page(hostile)
-    assert harmless(EVIL).replace('"', '\\"').replace("\\x", "\\\\x")[:40] in shown
+    assert sanitize(EVIL).replace('"', '\\"').replace("\\x", "\\\\x")[:40] in shown
     text = "\n".join(line.plain for line in lines(hostile, FULL, 140))
     assert r"\x1b[31m" in text
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from traceloom.errors import InvariantError
-from traceloom.model import Session
 from traceloom.report import ReportOptions, build, findings
-from traceloom.report import document as module
+from traceloom.report import run as module
 from traceloom.report.sections import chosen, section_of
 from traceloom.report.views.terminal import render
 from traceloom.testing import TraceBuilder
+from traceloom.trace.session import Session
 
 
 def made() -> Session:

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from support.reports import check_schema
-from traceloom.model import Session
-from traceloom.report.document import build
-from traceloom.report.options import ReportOptions
-from traceloom.report.views.html.absence import Reasons
-from traceloom.report.views.html.findings import findings as page
+from traceloom.report.document import ReportOptions
+from traceloom.report.run import build
 from traceloom.report.views.markdown import render as markdown
-from traceloom.report.views.terminal.findings import brief
-from traceloom.report.views.terminal.findings import findings as terminal
+from traceloom.report.views.page_head import Reasons
+from traceloom.report.views.page_head import findings as page
+from traceloom.report.views.terminal_findings import brief
+from traceloom.report.views.terminal_findings import findings as terminal
 from traceloom.testing import TraceBuilder
+from traceloom.trace.session import Session
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\x1b[31m.py(1): sleep"
 

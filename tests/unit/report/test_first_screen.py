@@ -11,15 +11,14 @@ import traceloom
 from support.jobs import ParallelRecipe, Recipe, parallel_job, training_job
 from support.pages import tables
 from support.public_traces import DATA
-from traceloom.model import Session, units
 from traceloom.report import ReportOptions, build
-from traceloom.report.views.html.absence import Reasons
-from traceloom.report.views.html.frame import key_numbers
-from traceloom.report.views.html.overview import headline, numbers
-from traceloom.report.views.html.sections import sections
 from traceloom.report.views.markdown import render as markdown
+from traceloom.report.views.page import key_numbers, sections
+from traceloom.report.views.page_head import Reasons, headline, numbers
 from traceloom.report.views.terminal import render as terminal
-from traceloom.testing.builder import TraceBuilder
+from traceloom.system import units
+from traceloom.testing.trace_builder import TraceBuilder
+from traceloom.trace.session import Session
 
 MULTIRANK = DATA / "multirank"
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from traceloom.model import Session
 from traceloom.report import ReportOptions, build
 from traceloom.report.sections import every
-from traceloom.report.sections.flame import shortened
+from traceloom.report.sections.modules import shortened
 from traceloom.testing import TraceBuilder
+from traceloom.trace.session import Session
 
 BY_KEY = {section.key: section for section in every()}
 KEYS = ("flame", "blocking_calls", "threads", "compile")

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from traceloom.cli import main
-from traceloom.model import Session
 from traceloom.report import ReportOptions, build
 from traceloom.report.sections import every
 from traceloom.report.sections.launches import curves
-from traceloom.report.views.html.page import render as page
+from traceloom.report.views.page import render_report_page as page
 from traceloom.report.views.terminal import render as terminal
 from traceloom.testing import TraceBuilder
+from traceloom.trace.session import Session
 
 EVIL = "</script><b>kernel\x1b[31m"
 OURS = ("idle_gaps", "launches", "graph_launches", "patterns", "anti_patterns", "inference")

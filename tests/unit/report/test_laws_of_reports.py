@@ -15,16 +15,15 @@ import pytest
 
 from support.hand_job import STEPS, hand_job
 from support.pages import Elements, of_markdown, tables, words
-from traceloom.model import Session
 from traceloom.report import ReportOptions, build
-from traceloom.report.exports.tables import frames, write
+from traceloom.report.document import Table
 from traceloom.report.sections import core, shown
-from traceloom.report.table import Table
-from traceloom.report.views.html.page import render as page
-from traceloom.report.views.jsonfile import encode
+from traceloom.report.views.files import encode, frames, write
 from traceloom.report.views.markdown import render as markdown
+from traceloom.report.views.page import render_report_page as page
 from traceloom.report.views.terminal import render as terminal
 from traceloom.testing import TraceBuilder
+from traceloom.trace.session import Session
 
 EVIL = "</script><img src=x onerror=alert(1)>\x1b[31m\u202e|`*_&amp;\"'"
 EVERYTHING = ReportOptions(top=1_000)

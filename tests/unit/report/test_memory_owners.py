@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 
 from support.reports import check_schema
-from traceloom.model import Session, Trace
 from traceloom.report import ReportOptions, build
+from traceloom.report.figure import changes
 from traceloom.report.memory import build as memory
-from traceloom.report.memory.chains import joined
-from traceloom.report.memory.page import render as memory_page
-from traceloom.report.memory.picture import changes
-from traceloom.report.views.html import render as report_page
+from traceloom.report.memory import collapse_chains
+from traceloom.report.views.page import render as memory_page
+from traceloom.report.views.page import render_report_page as report_page
 from traceloom.testing import TraceBuilder
+from traceloom.trace.session import Session
+from traceloom.trace.trace import Trace
 
 ROOT = Path(__file__).resolve().parents[3]
 EVIL = "</script><b>kernel\x1b[31m"
@@ -140,7 +141,7 @@ def test_a_scope_that_holds_one_other_alone_shares_its_row() -> None:
         row(0, None, "total", 10, 0), row(1, 0, "ddp", 10, 0), row(2, 1, "net", 10, 2), row(3, 2, "mm", 5, 5),
         row(4, 2, "relu", 3, 3),
     ]  # fmt: skip
-    assert [(one["name"].strip(), one["depth"], one["bytes"]) for one in joined(tree)] == [
+    assert [(one["name"].strip(), one["depth"], one["bytes"]) for one in collapse_chains(tree)] == [
         ("total", 0, 10),
         ("ddp.net", 1, 10),
         ("mm", 2, 5),

@@ -13,9 +13,11 @@ from support.reports import check_schema
 from support.snapshots import SnapshotBuilder
 from traceloom.analyze.memory import memory as summary
 from traceloom.cli import main
-from traceloom.model import Session, Trace
-from traceloom.report.memory import MemoryOptions, build, document_of, find
+from traceloom.report.memory import build, document_of
+from traceloom.report.memory_sources import MemoryOptions, find
 from traceloom.testing import TraceBuilder
+from traceloom.trace.session import Session
+from traceloom.trace.trace import Trace
 
 STEP, MAIN = ("/u/train.py", 10, "step"), ("/u/train.py", 99, "<module>")
 ADAM = ("/x/torch/optim/adam.py", 4, "update")

@@ -21,14 +21,13 @@ from support.sessions import EVIL
 from traceloom.cli import main
 from traceloom.cli.memory import BY
 from traceloom.errors import UsageError
-from traceloom.model import Session
-from traceloom.report.memory import MemoryOptions, build
-from traceloom.report.memory.chains import joined
-from traceloom.report.memory.csvfile import write as write_csv
-from traceloom.report.memory.page import render as page
-from traceloom.report.memory.sources import of_session
-from traceloom.report.memory.terminal import render as terminal
+from traceloom.report.memory import build, collapse_chains
+from traceloom.report.memory_sources import MemoryOptions, of_session
+from traceloom.report.memory_sources import write as write_csv
+from traceloom.report.views.page import render as page
+from traceloom.report.views.terminal import render_memory as terminal
 from traceloom.testing import TraceBuilder
+from traceloom.trace.session import Session
 
 Document = dict[str, Any]
 STEPS, STEP_US = 5, 1000
@@ -161,7 +160,7 @@ def test_a_row_of_the_tree_holds_its_own_and_what_is_below_it() -> None:
         below = [other for other in tree if other["parent"] == row["node"]]
         assert row["bytes"] == row["self_bytes"] + sum(other["bytes"] for other in below)
         assert row["block_count"] >= sum(other["block_count"] for other in below)
-    shown = joined(tree)
+    shown = collapse_chains(tree)
     assert sum(row["self_bytes"] for row in shown) == tree[0]["bytes"]
 
 

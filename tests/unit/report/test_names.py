@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traceloom.harmless import harmless
-from traceloom.report.names import short
+from traceloom.report.labels import short
+from traceloom.system.sanitize import sanitize
 
 ADD = (
     "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<c10::BFloat16>, "
@@ -43,14 +43,14 @@ def test_long_names_lose_what_tells_least(name: str, width: int, shown: str) -> 
 
 
 def test_control_and_invisible_characters_are_spelled_out() -> None:
-    assert harmless("a\x1b[31mb\n\u202ec\u200bd\x9b") == r"a\x1b[31mb\x0a\u202ec\u200bd\x9b"
+    assert sanitize("a\x1b[31mb\n\u202ec\u200bd\x9b") == r"a\x1b[31mb\x0a\u202ec\u200bd\x9b"
 
 
 @given(st.text(), st.integers(0, 50))
 def test_a_short_name_fits_and_is_harmless(name: str, width: int) -> None:
     shown = short(name, width)
     assert len(shown) <= width
-    assert harmless(shown) == shown
+    assert sanitize(shown) == shown
 
 
 def test_a_name_of_megabytes_takes_no_time() -> None:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from traceloom.model import Session
 from traceloom.report import build
 from traceloom.testing import TraceBuilder
+from traceloom.trace.session import Session
 
 
 def document(*builders: TraceBuilder) -> dict[str, Any]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from traceloom.model import Notice
-from traceloom.report.notices import said_once, with_ranks
+from traceloom.report.labels import group_by_ranks, merge_notices
+from traceloom.trace.notice import Notice
 
 
 def sentences(*notices: Notice) -> list[str]:
-    return [said.sentence for said in said_once([notice.to_dict() for notice in notices], ranks=1)]
+    return [said.sentence for said in merge_notices([notice.to_dict() for notice in notices], ranks=1)]
 
 
 def test_a_place_that_the_message_names_is_not_said_again() -> None:
@@ -23,7 +23,7 @@ def test_a_place_that_the_message_leaves_out_follows_it() -> None:
 
 def test_what_ranks_share_is_said_once_with_their_names() -> None:
     def sentences(*notices: Notice) -> list[str]:
-        return [sentence for _, sentence in with_ranks([notice.to_dict() for notice in notices])]
+        return [sentence for _, sentence in group_by_ranks([notice.to_dict() for notice in notices])]
 
     same = [Notice("guessed-groups", "warning", "3 collectives", 3, rank) for rank in (0, 1, 2, 5)]
     assert sentences(*same) == ["3 collectives (ranks 0-2, 5)"]

@@ -26,12 +26,12 @@ from support.hand_job import (
 from support.pages import tables, words
 from support.reports import check_report, check_sums_of_sections
 from traceloom.report import ReportOptions, build
+from traceloom.report.document import Table
 from traceloom.report.exports.perfetto import write as write_perfetto
-from traceloom.report.exports.tables import frames, write_table
 from traceloom.report.sections import core, every, shown
-from traceloom.report.table import Table
-from traceloom.report.views.html.page import render as page
+from traceloom.report.views.files import frames, write_table
 from traceloom.report.views.markdown import render as markdown
+from traceloom.report.views.page import render_report_page as page
 from traceloom.report.views.terminal import render as terminal
 
 US = 1_000  # ns

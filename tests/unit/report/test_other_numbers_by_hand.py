@@ -11,18 +11,17 @@ import pytest
 
 from support.page_contents import EVIL
 from support.workload import node, write_set
-from traceloom.model import Session
 from traceloom.report import ReportOptions, build, sweep
-from traceloom.report.absent import Absent
-from traceloom.report.memory import document_of, find
-from traceloom.report.memory.of_timeline import entry
+from traceloom.report.document import Table, UnknownValues
+from traceloom.report.memory import document_of
+from traceloom.report.memory_sources import entry, find
 from traceloom.report.sections import core, every, shown
-from traceloom.report.table import Table
 from traceloom.report.views.markdown import render as markdown
 from traceloom.report.views.terminal import render as terminal
-from traceloom.report.workload.attributes import attributes_of
-from traceloom.simulate.sweeps import SweepTable, parse_axis, points_of
+from traceloom.report.workload import attributes_of
 from traceloom.testing import TraceBuilder
+from traceloom.trace.session import Session
+from traceloom.workload.simulate.sweep import SweepTable, parse_axis, points_of
 
 US = 1_000  # ns
 
@@ -150,7 +149,7 @@ def test_a_timeline_holds_what_it_holds_at_an_instant(at: str, size: int, tmp_pa
     path = tmp_path / "timeline.json"
     path.write_text(json.dumps(TIMELINE))
     [timeline] = find([str(path)]).timelines
-    memory = entry(timeline, at, Absent(0))["memories"][0]
+    memory = entry(timeline, at, UnknownValues(0))["memories"][0]
     assert memory["instant"]["bytes"] == size
     assert sum(part["bytes"] for part in memory["parts"]) == size
     assert sum(part["fraction"] for part in memory["parts"]) == pytest.approx(1)
@@ -167,7 +166,7 @@ def swept(*axes: str, refused: str = "") -> list[str]:
         answer = {"time_ns": round(1e9 / width), "cost": 2.5}
         rows.append({**point, "ranks": 8, **({"reason": refused} if refused and width > 20 else answer)})
     document = sweep.build(SweepTable.of(parsed, rows), EVIL)
-    lines = [line.plain.rstrip() for line in sweep.render(document, 100)]
+    lines = [line.plain.rstrip() for line in sweep.render_sweep(document, 100)]
     assert all(len(line) <= 100 for line in lines)
     assert "\u202e" not in "\n".join(lines)
     return lines

@@ -14,30 +14,41 @@ from rich.text import Text
 
 from support.reports import nulls
 from support.sessions import EVIL, made, several_devices, training
-from traceloom.harmless import harmless
-from traceloom.model import units
-from traceloom.model.columns import COLUMNS, column
 from traceloom.report import SORT_KEYS, ReportOptions, build_runs
-from traceloom.report.absent import REASONS, Absent
-from traceloom.report.accounts import AT_EDGES, gpu_accounts, gpu_window, host_window, idle_causes, main_account
-from traceloom.report.names import allocator, label, rank_label, rank_name, short
-from traceloom.report.notices import said_once
-from traceloom.report.options import ordered
-from traceloom.report.parts import ACTIVITIES, DEVICE, PHASES, group, named, of_answer
+from traceloom.report.document import KINDS, REASONS, Bar, Col, Table, UnknownValues, ordered, written
+from traceloom.report.labels import (
+    ACTIVITIES,
+    AT_EDGES,
+    DEVICE,
+    PHASES,
+    allocator,
+    gpu_accounts,
+    gpu_window,
+    group,
+    host_window,
+    idle_causes,
+    label,
+    main_account,
+    merge_notices,
+    named,
+    of_answer,
+    rank_label,
+    rank_name,
+    short,
+)
 from traceloom.report.sections import core, every, reasons
-from traceloom.report.table import KINDS, Bar, Col, Table, written
-from traceloom.report.views.html.absence import Reasons
-from traceloom.report.views.terminal import render
-from traceloom.report.views.terminal.columns import TextColumn, fitted, heading, lines, paragraph, with_bars
-from traceloom.report.views.terminal.look import FILLS
-from traceloom.report.views.terminal.rendered import recording
-from traceloom.report.views.terminal.sections import table_lines, wrapped
+from traceloom.report.views.page_head import Reasons
+from traceloom.report.views.terminal import recording, render, table_lines, wrapped
+from traceloom.report.views.terminal_table import FILLS, TextColumn, fitted, heading, lines, paragraph, with_bars
+from traceloom.system import units
+from traceloom.system.sanitize import sanitize
+from traceloom.trace.columns import COLUMNS, column
 
 # -- reasons ------------------------------------------------------------------------------------------------------
 
 
 def test_a_reason_is_said_once_and_the_first_one_counts() -> None:
-    absent = Absent(0)
+    absent = UnknownValues(0)
     absent.say("a.b", "because")
     absent.say("a.b", "for another reason")
     absent.say("kernels")
@@ -48,7 +59,7 @@ def test_a_reason_is_said_once_and_the_first_one_counts() -> None:
 
 
 def test_rows_have_times_after_the_epoch_and_each_null_column_a_reason() -> None:
-    absent = Absent(1_000)
+    absent = UnknownValues(1_000)
     frame = pl.DataFrame({"start_ns": [1_500, 2_000], "rank": [0, None], "count": [1, 2]})
     assert absent.rows(frame, "kinds.kinds") == [
         {"start_ns": 500, "rank": 0, "count": 1}, {"start_ns": 1_000, "rank": None, "count": 2},
@@ -57,7 +68,7 @@ def test_rows_have_times_after_the_epoch_and_each_null_column_a_reason() -> None
 
 
 def test_an_empty_list_is_explained_and_a_value_that_is_there_is_not() -> None:
-    absent = Absent(0)
+    absent = UnknownValues(0)
     assert absent.listed(pl.DataFrame({"a": []}), "operators") == []
     assert absent.value(0, "answer.step_ns") == 0
     assert absent.value(None, "capture") is None
@@ -65,7 +76,7 @@ def test_an_empty_list_is_explained_and_a_value_that_is_there_is_not() -> None:
 
 
 def test_what_nobody_declared_is_said_not_to_be_known() -> None:
-    absent = Absent(0)
+    absent = UnknownValues(0)
     absent.say("nothing.of_the_sort")
     assert absent.to_list()[0]["reason"] == "the trace does not say"
 
@@ -100,19 +111,19 @@ def notice(slug: str = "odd", rank: int | None = 0, where: str = "", message: st
 
 
 def test_what_several_ranks_have_in_common_is_said_once_with_how_many() -> None:
-    (said,) = said_once([notice(rank=rank) for rank in range(5)], ranks=5)
+    (said,) = merge_notices([notice(rank=rank) for rank in range(5)], ranks=5)
     assert said.sentence == "rank 0: it is odd (and 4 more like this)"
-    (alone,) = said_once([notice()], ranks=1)
+    (alone,) = merge_notices([notice()], ranks=1)
     assert alone.sentence == "it is odd"
-    assert [each.slug for each in said_once([notice("b"), notice("a"), notice("b")], ranks=1)] == ["b", "a"]
+    assert [each.slug for each in merge_notices([notice("b"), notice("a"), notice("b")], ranks=1)] == ["b", "a"]
 
 
 def test_a_notice_of_another_severity_is_another_notice() -> None:
-    assert len(said_once([notice(), notice() | {"severity": "error"}], ranks=1)) == 2
+    assert len(merge_notices([notice(), notice() | {"severity": "error"}], ranks=1)) == 2
 
 
 def test_a_notice_names_the_parts_that_it_weakens() -> None:
-    (said,) = said_once(
+    (said,) = merge_notices(
         [notice(affects=[{"part": "host.threads", "how": "x"}, {"part": "kernels", "how": "y"}])], ranks=1
     )
     assert said.weakens == ("threads", "kernels")
@@ -143,7 +154,7 @@ def test_a_rank_that_is_unknown_is_called_by_its_place() -> None:
 
 def test_a_module_is_called_without_what_only_says_that_it_is_one() -> None:
     assert label("traceloom.module:net.layer") == "net.layer"
-    assert label(EVIL) == harmless(EVIL)
+    assert label(EVIL) == sanitize(EVIL)
 
 
 @given(st.text(alphabet="ab<>(), :", max_size=60), st.text(alphabet="ab<>(), :", max_size=60), st.integers(20, 60))
@@ -236,7 +247,7 @@ def test_a_column_is_of_a_kind_that_views_can_write() -> None:
     for kind in KINDS:
         assert Col("x", "X", kind).numeric == (kind in units.NUMBERS)
     assert all(declared.unit in KINDS for declared in COLUMNS.values())
-    assert written(Col("x", "X"), EVIL) == harmless(EVIL)
+    assert written(Col("x", "X"), EVIL) == sanitize(EVIL)
     assert written(Col("x", "X"), None) == written(Col("x", "X", "time"), None) == "–"
 
 
@@ -277,7 +288,7 @@ def test_bars_stand_beside_their_row_or_below_it(times: list[int], width: int) -
 def test_headings_and_paragraphs_keep_to_the_width_whatever_they_say(title: str, note: str, width: int) -> None:
     for line in fitted(itertools.chain(heading(title[:20], note, width), paragraph(note, width)), width):
         assert line.cell_len <= width
-        assert harmless(line.plain) == line.plain
+        assert sanitize(line.plain) == line.plain
 
 
 def test_columns_are_as_wide_as_their_widest_cell_and_numbers_stand_right() -> None:
@@ -347,7 +358,7 @@ def test_the_recording_says_the_command_the_window_and_what_it_cost() -> None:
 )  # fmt: skip
 def test_a_recording_of_other_kinds_is_left_out(capture: Any) -> None:
     drawn = shown_recording(capture)
-    assert all(harmless(line) == line for line in drawn)
+    assert all(sanitize(line) == line for line in drawn)
     assert "every step" not in "\n".join(drawn)
 
 

@@ -13,11 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traceloom.model import Session
-from traceloom.report.exports.perfetto import microseconds, write
-from traceloom.report.exports.perfetto.counters import busy
-from traceloom.report.exports.perfetto.tracks import levels
+from traceloom.report.exports.perfetto import levels, microseconds, write
+from traceloom.report.views.timeline import busy
 from traceloom.testing import TraceBuilder
+from traceloom.trace.session import Session
 
 
 def exported(*builders: TraceBuilder) -> list[dict[str, Any]]:

@@ -18,9 +18,9 @@ from support.sessions import EVIL, hostile, made, several_devices, training
 from support.strategies import builders
 from traceloom.analyze.flame import flame
 from traceloom.cli import main
-from traceloom.model import Session
 from traceloom.report.exports import speedscope
 from traceloom.testing import TraceBuilder
+from traceloom.trace.session import Session
 
 
 def run() -> TraceBuilder:

@@ -8,11 +8,12 @@ import pytest
 
 from support.odd_traces import SEEDS, odd_trace
 from support.public_traces import DATA, TRACES
-from traceloom.analyze import remembered
-from traceloom.model import Session, Trace
-from traceloom.read import load
+from traceloom.formats import load
 from traceloom.report import ReportOptions, build
 from traceloom.testing import TraceBuilder
+from traceloom.trace import batch
+from traceloom.trace.session import Session
+from traceloom.trace.trace import Trace
 
 # of several vendors, with and without a GPU, steps, shapes, graphs, counters and collectives; no and equal ranks
 PUBLIC = (
@@ -36,7 +37,7 @@ PUBLIC = (
 def assert_alike(traces: tuple[Trace, ...], options: ReportOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     """The report of several traces in one pass is that of each trace in a pass of its own."""
     shared = build(Session(traces, "made"), options)
-    monkeypatch.setattr(remembered, "MOST_EVENTS", 0)
+    monkeypatch.setattr(batch, "MAX_BATCH_EVENTS", 0)
     # other objects, so that nothing is remembered of them
     alone = build(Session(tuple(replace(trace) for trace in traces), "made"), options)
     assert shared.keys() == alone.keys()

@@ -11,11 +11,12 @@ import jsonschema
 import pytest
 
 from traceloom.cli import main
-from traceloom.model import Session, units
 from traceloom.report import ReportOptions, build
+from traceloom.report.figure import picture
 from traceloom.report.sections.roofline import SECTION
-from traceloom.report.sections.roofline_picture import picture
+from traceloom.system import units
 from traceloom.testing import TraceBuilder
+from traceloom.trace.session import Session
 
 BF = "c10::BFloat16"
 EVIL = "</svg><script>alert(1)</script>\x1b[2J"

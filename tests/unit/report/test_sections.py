@@ -13,14 +13,15 @@ import pytest
 
 from traceloom import analyze
 from traceloom.errors import UsageError
-from traceloom.model import Session
-from traceloom.model.columns import COLUMNS, UNITS, column
 from traceloom.report import ReportOptions, build
 from traceloom.report.sections import chosen, every
-from traceloom.report.views.html.page import render as page
 from traceloom.report.views.markdown import render as markdown
+from traceloom.report.views.page import render_report_page as page
 from traceloom.report.views.terminal import render as terminal
 from traceloom.testing import TraceBuilder
+from traceloom.trace.columns import COLUMNS, column
+from traceloom.trace.frames import UNITS
+from traceloom.trace.session import Session
 
 ROOT = Path(__file__).resolve().parents[3]
 EVIL = "</script><b>kernel\x1b[31m"

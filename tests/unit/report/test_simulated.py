@@ -13,15 +13,15 @@ import pytest
 from support import astra_sim
 from support.jobs import ParallelRecipe, parallel_job
 from traceloom.errors import UsageError
-from traceloom.link import link_session
-from traceloom.read import load
+from traceloom.formats import load
+from traceloom.graph import link_session
+from traceloom.report import simulation
 from traceloom.report import simulation as report
-from traceloom.report.before_after import simulated
-from traceloom.report.exports.perfetto.simulation import write_simulation
-from traceloom.simulate import run
-from traceloom.simulate.astra_sim import simulate
-from traceloom.simulate.machine import Dimension, Machine
-from traceloom.simulate.simulation import Simulation
+from traceloom.report.exports.perfetto import write_simulation
+from traceloom.workload.simulate.astra_sim.run import simulate
+from traceloom.workload.simulate.machine import Dimension, Machine
+from traceloom.workload.simulate.native import run
+from traceloom.workload.simulate.result import Simulation
 
 BANDWIDTH = 20.0  # 10^9 B/s
 
@@ -61,7 +61,7 @@ def test_perfetto_gets_a_counter_per_link(answer: Simulation) -> None:
 
 
 def test_the_page_holds_its_sections_and_escapes_names(answer: Simulation) -> None:
-    page = simulated.render(report.build(answer), answer)
+    page = simulation.render(report.build_simulation(answer), answer)
     for section in ("trust", "timeline", "ranks", "path", "collectives", "links"):
         assert f'<section id="{section}"' in page
     assert "a <switch>" not in page
@@ -71,7 +71,7 @@ def test_the_page_holds_its_sections_and_escapes_names(answer: Simulation) -> No
 
 
 def test_labels_of_links_stand_beside_the_picture(answer: Simulation) -> None:
-    page = simulated.render(report.build(answer), answer)
+    page = simulation.render(report.build_simulation(answer), answer)
     (left,) = {
         float(x) for x in re.findall(r'<g transform="translate\(([0-9.]+) [0-9.]+\)" fill="var\(--bad\)">', page)
     }
@@ -82,7 +82,7 @@ def test_labels_of_links_stand_beside_the_picture(answer: Simulation) -> None:
 def test_a_mode_without_a_timeline_says_so(tmp_path: Path) -> None:
     read = astra_sim.one_collective(tmp_path / "set", "all_reduce", 4, 1 << 20)
     result = simulate(read, astra_sim.network("Switch", "4", "50", "500"), astra_sim.system(), aware=True)
-    page = simulated.render(report.build(result), result)
+    page = simulation.render(report.build_simulation(result), result)
     assert "there is none of this mode" in page
     assert '<section id="links"' in page
     with pytest.raises(UsageError, match="has no timeline"):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 
 from support.documents import check_document
-from traceloom.report import sweep, sweep_page
+from traceloom.report import sweep
+from traceloom.report import sweep as sweep_page
 from traceloom.report.documents.sweep import SweepDocument
-from traceloom.report.views.html.table import MOST_ROWS
-from traceloom.simulate.sweeps import SweepRow, SweepTable, parse_axis, points_of
+from traceloom.report.views.page_table import MOST_ROWS
+from traceloom.workload.simulate.sweep import SweepRow, SweepTable, parse_axis, points_of
 
 
 def page(*axes: str, refused: int = -1) -> str:
@@ -60,7 +61,7 @@ def test_a_word_that_is_no_number_of_ranks_is_a_point_without_an_answer() -> Non
     rows: list[SweepRow] = [{"ranks": 4, "time_ns": 1000, "cost": 0.5}, {"ranks": "eight", "reason": why}]
     document = sweep.build(SweepTable.of([parse_axis("ranks=4,eight")], rows), "job")
     assert [point["pareto"] for point in document["points"]] == [True, False]
-    lines = [line.plain for line in sweep.render(document, 100)]
+    lines = [line.plain for line in sweep.render_sweep(document, 100)]
     assert [line.split() for line in lines if "1.00 µs" in line] == [["*", "4", "1.00", "µs", "0.5"]]
     assert any(why in line for line in lines)
     assert "1 point: 1.00 µs to 1.00 µs" in sweep_page.render(document)

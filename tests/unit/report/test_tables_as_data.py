@@ -13,9 +13,9 @@ import traceloom
 from support.jobs import Recipe, training_job
 from traceloom import analyze
 from traceloom.cli import main
-from traceloom.model import Session
 from traceloom.report import build
 from traceloom.testing import TraceBuilder
+from traceloom.trace.session import Session
 
 
 def run(directory: Path) -> list[str]:

@@ -15,13 +15,14 @@ import pytest
 from support.figures import figure
 from support.pages import tables as tables_of_page
 from support.sessions import SORTS, made, page
-from traceloom.model import Session, units
 from traceloom.report import ReportOptions
-from traceloom.report.exports.tables import frames, write
+from traceloom.report.document import PICTURES, Col, Table
 from traceloom.report.sections import core, shown
-from traceloom.report.table import PICTURES, Col, Table
+from traceloom.report.views.files import frames, write
 from traceloom.report.views.markdown import render as markdown
-from traceloom.report.views.terminal.sections import table_lines
+from traceloom.report.views.terminal import table_lines
+from traceloom.system import units
+from traceloom.trace.session import Session
 
 Sort = Callable[[], Session]
 EVERY_ROW = ReportOptions(top=1_000_000)
@@ -186,4 +187,4 @@ def test_tables_have_keys_of_their_own_and_columns_whose_values_are_what_they_sa
 )
 def test_a_written_number_is_read_back_as_one_that_it_can_stand_for(unit: str, values: list[float]) -> None:
     for value in values:
-        assert figure(units.written(value, unit)).holds(value), (value, units.written(value, unit))
+        assert figure(units.format_value(value, unit)).holds(value), (value, units.format_value(value, unit))

@@ -8,9 +8,8 @@ import polars as pl
 import pytest
 
 from support.pages import of_markdown
-from traceloom.report.before_after import render
-from traceloom.report.whatif_files import markdown, picture
-from traceloom.simulate import Sweep
+from traceloom.changes.whatif import Sweep
+from traceloom.report.whatif import markdown, picture, render_before_after_page
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m|`"
 DOCUMENT = {
@@ -25,8 +24,8 @@ DOCUMENT = {
 
 def test_names_are_text_in_both_files() -> None:
     assert of_markdown(markdown(DOCUMENT)).tags["script"] == 0
-    assert "<script>alert" not in render(DOCUMENT)
-    for text in (markdown(DOCUMENT), render(DOCUMENT)):
+    assert "<script>alert" not in render_before_after_page(DOCUMENT)
+    for text in (markdown(DOCUMENT), render_before_after_page(DOCUMENT)):
         assert "\x1b" not in text
         assert "This would save 2 ms." in text
         assert "take it as a hint" in text
@@ -42,8 +41,8 @@ def test_rows_of_markdown_tables_have_as_many_cells_as_their_heads() -> None:
 
 
 def test_bars_are_as_long_as_the_times() -> None:
-    assert 'class="before" x="0" y="0" width="100.00"' in render(DOCUMENT)
-    assert 'class="after" x="0" y="14" width="80.00"' in render(DOCUMENT)
+    assert 'class="before" x="0" y="0" width="100.00"' in render_before_after_page(DOCUMENT)
+    assert 'class="after" x="0" y="14" width="80.00"' in render_before_after_page(DOCUMENT)
 
 
 def test_a_picture_of_a_sweep_falls_where_the_time_falls() -> None:

@@ -19,18 +19,19 @@ from hypothesis import strategies as st
 from support.figures import figure
 from support.pages import Elements, islands, of_markdown, tables
 from support.sessions import EVIL, made, training
-from traceloom.harmless import harmless
-from traceloom.link import link_session
-from traceloom.model import Graph, units
+from traceloom.changes.changes import parse
+from traceloom.changes.whatif import Sweep, changed_graph, scenario_of, sweep, whatif
+from traceloom.graph import Plan, law, link_session
+from traceloom.graph.graph import Graph
 from traceloom.report import whatif as report
 from traceloom.report.before_after import build as before_after
-from traceloom.report.before_after import render as page
-from traceloom.report.exports.perfetto.graph import write_graph
-from traceloom.report.views.jsonfile import encode
+from traceloom.report.exports.perfetto import write_graph
+from traceloom.report.views.files import encode
 from traceloom.report.views.markdown import code
-from traceloom.report.whatif_files import markdown, picture
-from traceloom.retime import Plan, law
-from traceloom.simulate import Sweep, changed_graph, parse, scenario_of, sweep, whatif
+from traceloom.report.whatif import markdown, picture
+from traceloom.report.whatif import render_before_after_page as page
+from traceloom.system import units
+from traceloom.system.sanitize import sanitize
 
 Document = dict[str, Any]
 CHANGES = {
@@ -183,7 +184,7 @@ def test_names_are_text_in_every_view() -> None:
     text, shown = markdown(document), page(document)
     for found in (of_markdown(text), Elements(shown)):
         assert found.tags["img"] == 0
-        assert harmless(EVIL) in found.shown
+        assert sanitize(EVIL) in found.shown
     lines = [line.plain for line in report.render(document, 80)]
     for line in (*lines, text, shown):
         assert not re.search("[\x1b\u202e\u2028]", line)
@@ -204,7 +205,7 @@ def test_a_change_reads_in_markdown_as_it_was_written(change: str) -> None:
 @given(st.text(min_size=1, max_size=60))
 def test_a_code_span_outside_a_table_shows_the_name_itself(name: str) -> None:
     shown = of_markdown(f"before {code(name, 4_000, cell=False)} after").shown
-    assert shown.strip() == f"before {harmless(name)} after" or not name.strip() or "  " in name or name != name.strip()
+    assert shown.strip() == f"before {sanitize(name)} after" or not name.strip() or "  " in name or name != name.strip()
 
 
 # -- sweeps -------------------------------------------------------------------------------------------------------
@@ -223,7 +224,7 @@ def test_a_sweep_says_the_same_as_single_changes() -> None:
 @given(st.lists(st.tuples(st.floats(0.01, 64), st.integers(0, 10**12)), max_size=12, unique_by=lambda row: row[0]))
 def test_the_picture_of_a_sweep_has_a_point_for_every_factor_where_its_time_is(rows: list[tuple[float, int]]) -> None:
     table = pl.DataFrame(rows, schema={"factor": pl.Float64, "time_ns": pl.Int64}, orient="row")
-    root = ET.fromstring(picture(Sweep(f"kernels ~ {harmless(EVIL)} * {{}}", table)))
+    root = ET.fromstring(picture(Sweep(f"kernels ~ {sanitize(EVIL)} * {{}}", table)))
     space = "{http://www.w3.org/2000/svg}"
     dots = root.findall(f".//{space}circle")
     assert len(dots) == len(rows)
@@ -232,4 +233,4 @@ def test_the_picture_of_a_sweep_has_a_point_for_every_factor_where_its_time_is(r
         assert 0 <= float(dot.attrib["cx"]) <= 640
         assert float(dot.attrib["cy"]) == pytest.approx(12 + 208 * (1 - time / most), abs=0.06)
         assert dot.findtext(f"{space}title") == f"{factor:g}: {units.duration(time)}"
-    assert harmless(EVIL) in (root.findtext(f"{space}title") or "")
+    assert sanitize(EVIL) in (root.findtext(f"{space}title") or "")

@@ -17,24 +17,20 @@ from support.pairs import compared, run
 from support.sessions import EVIL
 from support.small_graph import small_graph
 from support.workload import collective, node, receive, send, write_set
-from traceloom.analyze import gate
-from traceloom.chakra.workload import places, read_workload
-from traceloom.link import link_session
-from traceloom.model import units
-from traceloom.report import ReportOptions, build_runs, graph_document, memory, whatif
-from traceloom.report.comparison.terminal import render as render_diff
-from traceloom.report.memory.terminal import render as render_memory
-from traceloom.report.verdict import baselines
-from traceloom.report.verdict.terminal import render as render_verdict
+from traceloom.analyze import gate_summary
+from traceloom.changes.changes import parse
+from traceloom.changes.whatif import whatif as evaluate
+from traceloom.formats.chakra.nodes import places, read_workload
+from traceloom.graph import Plan, law, link_session
+from traceloom.report import ReportOptions, build_runs, graph, memory, memory_sources, verdict, whatif
+from traceloom.report.comparison import render_terminal as render_diff
+from traceloom.report.graph import render as render_graph
+from traceloom.report.verdict import render as render_verdict
 from traceloom.report.views import terminal
-from traceloom.report.views.terminal.graph import render as render_graph
-from traceloom.report.workload.network import of_graph, of_workload, row_of
-from traceloom.report.workload.summary import neighbours, summarise
-from traceloom.report.workload.terminal import render as render_workload
-from traceloom.report.workload.terminal import render_node
-from traceloom.retime import Plan, law
-from traceloom.simulate import parse
-from traceloom.simulate import whatif as evaluate
+from traceloom.report.views.terminal import render_memory
+from traceloom.report.workload import neighbours, of_graph, of_workload, render_node, row_of, summarise
+from traceloom.report.workload import render as render_workload
+from traceloom.system import units
 
 STEERS = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]")
 LONG = "one_name_without_any_blank_" * 12
@@ -54,7 +50,7 @@ def check(name: str) -> Lines:
 
 
 def owners(name: str) -> Lines:
-    return partial(render_memory, memory.build(run(name, 20, "H100")), memory.MemoryOptions())
+    return partial(render_memory, memory.build(run(name, 20, "H100")), memory_sources.MemoryOptions())
 
 
 def change(name: str) -> Lines:
@@ -68,15 +64,15 @@ def change(name: str) -> Lines:
 
 
 def linked(name: str) -> Lines:
-    return partial(render_graph, graph_document.build(link_session(run(name, 20, "H100"))))
+    return partial(render_graph, graph.build(link_session(run(name, 20, "H100"))))
 
 
 def listed(name: str) -> Lines:
     saved = int(dt.datetime(2026, 1, 2, 3, 4, tzinfo=dt.timezone.utc).timestamp())
-    summary = gate.summarise(run(name, 20, "H100"))
-    kept = gate.summary.Baseline(gate.summary.FORMAT, gate.summary.VERSION, "0.0.0", "main", saved, [summary])
-    rows = [baselines.row(f"main-{number}", kept) for number in range(3)]
-    return partial(baselines.render, rows, 2)
+    summary = gate_summary.summarise(run(name, 20, "H100"))
+    kept = gate_summary.Baseline(gate_summary.FORMAT, gate_summary.VERSION, "0.0.0", "main", saved, [summary])
+    rows = [verdict.row(f"main-{number}", kept) for number in range(3)]
+    return partial(verdict.render_baselines, rows, 2)
 
 
 def several(name: str) -> Lines:

@@ -8,9 +8,10 @@ import polars as pl
 import pytest
 
 from traceloom.errors import UsageError
-from traceloom.model import Session, Trace
-from traceloom.report.window import cut, of_steps
 from traceloom.testing import TraceBuilder
+from traceloom.trace.batch import cut, of_steps
+from traceloom.trace.session import Session
+from traceloom.trace.trace import Trace
 
 STEPS = 4
 LENGTH = 1000

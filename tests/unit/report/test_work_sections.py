@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from traceloom.model import Session
 from traceloom.report import ReportOptions, build
 from traceloom.report.sections import every
-from traceloom.report.sections.kinds import stacked
+from traceloom.report.sections.kernels import stacked
 from traceloom.report.views.terminal import render
 from traceloom.testing import TraceBuilder
+from traceloom.trace.session import Session
 
 KEYS = ("kinds", "kernel_shapes", "copies", "counters")
 SECTION = {section.key: section for section in every()}

@@ -18,19 +18,17 @@ from support.pages import Elements
 from support.sessions import EVIL, made, training
 from support.small_graph import small_graph
 from support.workload import collective, node, receive, send, write_set
-from traceloom.chakra.workload import places, read_workload
 from traceloom.cli import main
-from traceloom.harmless import harmless
-from traceloom.link import link_session
-from traceloom.model import Graph
-from traceloom.report import graph_document
+from traceloom.formats.chakra.nodes import places, read_workload
+from traceloom.graph import link_session
+from traceloom.graph.graph import Graph
+from traceloom.report import graph as graph_document
 from traceloom.report.documents.workload import NodeDocument, WorkloadSummaryDocument
-from traceloom.report.exports.perfetto.graph import write_graph
-from traceloom.report.views.jsonfile import encode
-from traceloom.report.workload.drawing import arrange, render
-from traceloom.report.workload.network import NodeNetwork, of_graph, of_workload, row_of
-from traceloom.report.workload.picture import collapsed, neighbourhood
-from traceloom.report.workload.summary import neighbours, summarise
+from traceloom.report.exports.perfetto import write_graph
+from traceloom.report.views.files import encode
+from traceloom.report.workload import NodeNetwork, neighbours, of_graph, of_workload, row_of, summarise
+from traceloom.report.workload_drawing import arrange, collapsed, neighbourhood, render
+from traceloom.system.sanitize import sanitize
 
 RANKS = 2
 Plain = dict[str, Any]
@@ -217,7 +215,7 @@ def test_names_of_strangers_are_text_in_a_drawing(tmp_path: Path) -> None:
         page = render(picture, summarise(network))
         assert "<img" not in page
         assert not re.search("[\x1b\u202e\u2028]", page)
-        assert harmless(EVIL)[:20] in Elements(page).shown + page.replace("&lt;", "<").replace("&gt;", ">")
+        assert sanitize(EVIL)[:20] in Elements(page).shown + page.replace("&lt;", "<").replace("&gt;", ">")
 
 
 # -- graphs -------------------------------------------------------------------------------------------------------
@@ -263,7 +261,7 @@ def test_perfetto_gets_every_node_of_a_lane_once_with_arrows_in_their_slices(mak
         row = rows[event["args"]["node"]]
         assert int(event["ts"] * 1000) == row["start_ns"] - first
         assert round(event["dur"] * 1000) == row["duration_ns"]
-        assert event["name"] == harmless(row["name"])
+        assert event["name"] == sanitize(row["name"])
     threads = {event["tid"]: event["pid"] for event in slices}
     assert not set(threads) & set(threads.values())
     ends: dict[int, list[tuple[int, int]]] = {}

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from traceloom.model import Session
-from traceloom.report import document
+from traceloom.report import run
 from traceloom.testing import TraceBuilder
+from traceloom.trace.session import Session
 
 
 def _varints(body: bytes) -> list[int]:
@@ -105,7 +105,7 @@ def session() -> Session:
 
 @pytest.fixture
 def made_document(session: Session) -> dict[str, Any]:
-    return document.build(session)
+    return run.build(session)
 
 
 @pytest.fixture

@@ -15,19 +15,21 @@ import pytest
 
 from support.jobs import LateHost, ParallelRecipe, Recipe, StragglingStep, parallel_job, training_job
 from support.workload import node, write_set
+from traceloom.changes.changes import parse
+from traceloom.changes.whatif import WhatIf, scenario_of, whatif
 from traceloom.cli import main
-from traceloom.link.job import join
-from traceloom.link.rank import link_rank
-from traceloom.model import Graph
-from traceloom.report import before_after
+from traceloom.graph import calibrate
+from traceloom.graph.critical_path import critical_path
+from traceloom.graph.graph import Graph
+from traceloom.graph.job import join_ranks
+from traceloom.graph.law import law
+from traceloom.graph.rank import link_rank
+from traceloom.report import before_after, simulation
 from traceloom.report import whatif as report
-from traceloom.report.before_after import simulated
-from traceloom.report.before_after.pieces import pieces
-from traceloom.retime import calibrate
-from traceloom.retime.critical_path import critical_path
-from traceloom.retime.law import law
-from traceloom.simulate import WhatIf, parse, run, scenario_of, whatif
+from traceloom.report import whatif as report_whatif
+from traceloom.report.before_after import pieces
 from traceloom.testing import TraceBuilder
+from traceloom.workload.simulate.native import run
 
 Unpack = Callable[[str], tuple[dict[str, Any], dict[str, Any]]]
 HOSTILE = "</script><script>alert(1)</script>\x1b[31m"
@@ -44,7 +46,7 @@ def graph_of(name: str) -> Graph:
             ParallelRecipe(data=8, steps=7, layers=2, faults=tuple(StragglingStep(k, 4.0, rank=k) for k in range(7)))
         ),
     }[name]()
-    return calibrate(join([link_rank(builder.build()) for builder in job.run().traces()]))
+    return calibrate(join_ranks([link_rank(builder.build()) for builder in job.run().traces()]))
 
 
 def drawn(graph: Graph, *texts: str, limit: int = 10_000) -> tuple[before_after.BeforeAfter, WhatIf]:
@@ -214,7 +216,7 @@ def large(count: int) -> Graph:
         device = round(max(device, now + 3), 3)
         made.kernel(f"kernel<{k}, {HOSTILE}>{word[k * 7 % 64]}", device, work, correlation=k + 1)
         now, device = round(now + host + 0.5, 3), round(device + work + 0.7, 3)
-    return calibrate(join([link_rank(made.build())]))
+    return calibrate(join_ranks([link_rank(made.build())]))
 
 
 def test_the_page_stays_small_and_its_names_are_text(unpacked: Unpack) -> None:
@@ -222,7 +224,7 @@ def test_the_page_stays_small_and_its_names_are_text(unpacked: Unpack) -> None:
     changes = [parse("kernels * 0.5")]
     found = whatif(graph, changes)
     view = before_after.build(graph, scenario_of(graph, changes), found)
-    page = before_after.render(report.build(HOSTILE, None, changes, found, law(graph)), view)
+    page = report_whatif.render_before_after_page(report.build(HOSTILE, None, changes, found, law(graph)), view)
     assert graph.nodes.height > 60_000
     assert len(page.encode()) < 1_000_000
     assert "<script>alert" not in page
@@ -239,7 +241,7 @@ def test_a_graph_with_nothing_on_its_lanes_has_a_page_without_a_timeline(tmp_pat
         "changes": [], "ranks": [], "path": [], "trusted": True, "law": {"sentence": "It holds.", "honest_error": 0.0},
         "traceloom": "0.0.0",
     }  # fmt: skip
-    page = before_after.render(document, None)
+    page = report_whatif.render_before_after_page(document, None)
     assert "nothing takes any time" in page
     assert 'id="timeline-view"' not in page
 
@@ -256,7 +258,7 @@ def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_work_of_files_without_categories_has_the_colour_of_its_kind(unpacked: Unpack, tmp_path: Path) -> None:
     nodes = [node(1, us=5, is_cpu_op=False, name="layer"), node(2, us=5, is_cpu_op=True, name="call", deps=[1])]
-    view = simulated.picture(run(write_set(tmp_path / "set", nodes)))
+    view = simulation.picture(run(write_set(tmp_path / "set", nodes)))
     assert view is not None
     header, _ = unpacked(view.payload)
     assert {name: header["categories"][code] for name, code in header["labels"]} == {"layer": "kernel", "call": "op"}

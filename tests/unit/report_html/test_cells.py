@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from support.pages import tables
-from traceloom.report.table import Bar, Col
-from traceloom.report.views.html.table import packed, table
-from traceloom.report.views.html.text import text
+from traceloom.report.document import Bar, Col
+from traceloom.report.figure import text
+from traceloom.report.views.page_table import packed, table
 
 
 def drawn(columns: list[Col], rows: list[dict[str, Any]], **reasons: str) -> str:

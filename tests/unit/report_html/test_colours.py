@@ -25,7 +25,7 @@ SETS = {
 
 
 def palettes() -> dict[str, dict[str, str]]:
-    source = files("traceloom.report.views.html").joinpath("assets", "colours.css").read_text(encoding="utf-8")
+    source = files("traceloom.report.views").joinpath("assets", "colours.css").read_text(encoding="utf-8")
     light, dark, _ = re.findall(r"\{([^{}]*--paper:[^{}]*)\}", source)
     return {
         name: dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", block))

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from support.jobs import Recipe, training_job
-from traceloom.model import Session
 from traceloom.report import ReportOptions, build
 from traceloom.report.exports.perfetto import write
 from traceloom.report.sections import critical_path
-from traceloom.report.views.html import render as page
-from traceloom.report.views.html.timeline import build as timeline
 from traceloom.report.views.markdown import render as markdown
+from traceloom.report.views.page import render_report_page as page
 from traceloom.report.views.terminal import render as terminal
+from traceloom.report.views.timeline import build as timeline
 from traceloom.testing import TraceBuilder
+from traceloom.trace.session import Session
 
 EVIL = "</script><b>kernel\x1b[31m"
 ONLY = ReportOptions(only=("critical_path",))

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from support.jobs import ParallelRecipe, StragglingStep, parallel_job
-from traceloom.model import Session
-from traceloom.report import document
-from traceloom.report.options import ReportOptions
-from traceloom.report.views.html import render
-from traceloom.report.views.html.featured import choose
+from traceloom.report import run
+from traceloom.report.document import ReportOptions
+from traceloom.report.views.page import choose, render_report_page
+from traceloom.trace.session import Session
 
 CORE = ReportOptions(only=("core",))
 
@@ -24,12 +23,12 @@ def session_of(**more: Any) -> Session:
 @pytest.fixture(scope="module")
 def many() -> tuple[Session, dict[str, Any]]:
     session = session_of(data=10, faults=(StragglingStep(1, 2.5, rank=6),))
-    return session, document.build(session, CORE)
+    return session, run.build(session, CORE)
 
 
 def test_few_ranks_are_all_shown() -> None:
     session = session_of(data=8)
-    assert choose(document.build(session, CORE), session) is None
+    assert choose(run.build(session, CORE), session) is None
 
 
 def test_of_many_ranks_the_slowest_the_median_and_the_fastest_are_shown(many: tuple[Session, dict[str, Any]]) -> None:
@@ -58,7 +57,7 @@ def test_the_rank_that_is_to_blame_comes_first(many: tuple[Session, dict[str, An
 
 def test_a_usual_step_is_shown_where_none_is_unusual() -> None:
     session = session_of(data=9)
-    made = document.build(session, CORE)
+    made = run.build(session, CORE)
     found = choose(made, session)
     assert found is not None
     assert not found.unusual
@@ -83,7 +82,7 @@ def test_the_shown_session_is_cut_to_the_step(many: tuple[Session, dict[str, Any
 
 def test_the_page_of_many_ranks_says_the_command_for_another(many: tuple[Session, dict[str, Any]]) -> None:
     session, made = many
-    page = render(made, session)
+    page = render_report_page(made, session)
     assert "Of 10 ranks the page shows these event by event: rank 6 (computes longest)" in page
     assert "<code>traceloom report &#x27;some job&#x27; --rank 2 --steps 1 -o out.html</code>" in page
     # the tables of all ranks stand, those of single ones only for the shown
@@ -94,7 +93,7 @@ def test_the_page_of_many_ranks_says_the_command_for_another(many: tuple[Session
 def test_twice_the_ranks_make_the_page_hardly_larger() -> None:
     def size(ranks: int) -> int:
         session = session_of(data=ranks, stacks=True)
-        return len(render(document.build(session, CORE), session))
+        return len(render_report_page(run.build(session, CORE), session))
 
     with_nine, with_eighteen = size(9), size(18)
     assert with_eighteen < 1.15 * with_nine

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traceloom.report.views.html.packing import pack, varints, zigzag
+from traceloom.report.views.page_table import pack, varints, zigzag
 
 
 def decoded(body: bytes) -> list[int]:

@@ -15,14 +15,14 @@ import pytest
 
 from support.pages import islands, tables, words
 from traceloom.errors import DOCUMENTATION
-from traceloom.model import Notice, Session
-from traceloom.report import document
-from traceloom.report.island import island
-from traceloom.report.views.html import render
-from traceloom.report.views.html.frame import SCRIPTS, STYLES
+from traceloom.report import run as document
+from traceloom.report.figure import embedded_json
+from traceloom.report.views.page import SCRIPTS, STYLES, render_report_page
+from traceloom.trace.notice import Notice
+from traceloom.trace.session import Session
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&amp;'\"\u2028"
-ASSETS = files("traceloom.report.views.html").joinpath("assets")
+ASSETS = files("traceloom.report.views").joinpath("assets")
 
 
 class Elements(HTMLParser):
@@ -52,7 +52,7 @@ class Elements(HTMLParser):
 
 @pytest.fixture
 def page(made_document: dict[str, Any], session: Session) -> str:
-    return render(made_document, session)
+    return render_report_page(made_document, session)
 
 
 def running(page: str) -> list[str]:
@@ -160,7 +160,9 @@ def test_unknown_values_are_dashes_with_the_document_s_reason(made_document: dic
     made_document["absent"] = [{"path": "communication.collectives[*].bytes", "reason": "nobody wrote it down"}]
     row = {"kind": "all_reduce", "where": "device", "count": 2, "total_ns": 5, "mean_ns": 2, "max_ns": 3, "bytes": 77}
     made_document["communication"]["collectives"].append(row)
-    columns = [column for island in islands(render(made_document, session)) for column in island.get("columns", ())]
+    columns = [
+        column for island in islands(render_report_page(made_document, session)) for column in island.get("columns", ())
+    ]
     assert [c["why"] for c in columns if c.get("values") == [None, 77]] == ["nobody wrote it down"]
 
 
@@ -169,7 +171,7 @@ def test_a_run_without_a_gpu_shows_the_host_account(session: Session, named_trac
 
     trace = TraceBuilder(device_name=None).step(1, 0, 90).op("aten::add", 5, 50).build()
     run = Session((trace,), "cpu")
-    page = render(document.build(run), run)
+    page = render_report_page(document.build(run), run)
     assert 'id="main-thread-activity"' in page
     assert 'id="breakdown"' not in page
 
@@ -178,7 +180,7 @@ def test_a_document_of_nothing_gives_a_page() -> None:
     from traceloom.testing import TraceBuilder
 
     nothing = Session((TraceBuilder().build(),), "nothing")
-    page = render(document.build(nothing), nothing)
+    page = render_report_page(document.build(nothing), nothing)
     assert "the trace has no events" in page
     assert "timeline-view" not in "".join(re.findall(r'id="([^"]*)"', page))
 
@@ -217,8 +219,8 @@ def hostile(session: Session, named_trace: Callable[..., Any]) -> tuple[dict[str
 
 def test_hostile_names_are_text_everywhere(session: Session, named_trace: Callable[..., Any]) -> None:
     made, run = hostile(session, named_trace)
-    calm = render(document.build(session), session)
-    page = render(made, run)
+    calm = render_report_page(document.build(session), session)
+    page = render_report_page(made, run)
     elements = Elements(page)
     assert running(page) == running(calm)
     assert not [tag for tag, _ in elements.tags if tag == "img"]
@@ -239,7 +241,7 @@ def test_hostile_names_are_text_everywhere(session: Session, named_trace: Callab
 
 @pytest.mark.parametrize("times", [1, 100])
 def test_islands_keep_hostile_names_inside_json(times: int) -> None:
-    made = island({"name": EVIL * times})
+    made = embedded_json({"name": EVIL * times})
     assert islands(made) == [{"name": EVIL * times}]
     body = made.removeprefix('<script type="application/json">').removesuffix("</script>")
     assert not re.search("[<>&\u2028\u2029]", body)
@@ -299,7 +301,7 @@ def test_light_and_dark_name_the_same_colours() -> None:
 
 def test_several_runs_are_a_table_with_a_command_each(session: Session) -> None:
     made = document.build_runs([session, session], "folder", ["traceloom report a", "traceloom report '<b>'"])
-    page = render(made, session)
+    page = render_report_page(made, session)
     commands = [row["Report it alone"] for row in tables(page)["run-table"]]
     assert commands == ["traceloom report a", "traceloom report '<b>'"]
     assert 'id="timeline"' not in page
@@ -307,7 +309,7 @@ def test_several_runs_are_a_table_with_a_command_each(session: Session) -> None:
 
 def test_half_surrogates_do_not_break_the_page(made_document: dict[str, Any], session: Session) -> None:
     made_document["capture"] = {"run": {"command": ["python", "\ud800.py"]}, "ranks": []}
-    assert "python" in render(made_document, session).encode("utf-8").decode("utf-8")
+    assert "python" in render_report_page(made_document, session).encode("utf-8").decode("utf-8")
 
 
 def test_a_recording_shows_its_command_cost_and_steps(made_document: dict[str, Any], session: Session) -> None:
@@ -323,7 +325,7 @@ def test_a_recording_shows_its_command_cost_and_steps(made_document: dict[str, A
             "nonsense",
         ],
     }
-    page = render(made_document, session)
+    page = render_report_page(made_document, session)
     shown = "".join(Elements(page).texts)
     assert "torchrun train.py --name 'a b'" in shown
     assert tables(page)["recording-table"][0]["Overhead"] == "1.20 ×"
@@ -335,13 +337,13 @@ def test_a_strange_capture_is_shown_as_far_as_it_goes(
     made_document: dict[str, Any], session: Session, capture: Any
 ) -> None:
     made_document["capture"] = capture
-    assert "</html>" in render(made_document, session)
+    assert "</html>" in render_report_page(made_document, session)
 
 
 def test_small_parts_of_the_answer_are_listed_as_one(made_document: dict[str, Any], session: Session) -> None:
     parts = [("compute", "compute", 900), ("idle: a", "idle", 85), ("idle: b", "idle", 8), ("idle: c", "idle", 7)]
     made_document["answer"]["parts"] = [{"label": label, "kind": kind, "ns": ns} for label, kind, ns in parts]
-    page = render(made_document, session)
+    page = render_report_page(made_document, session)
     legend = re.search(r'<ul class="legend">(.*?)</ul>', page)
     assert legend
     assert re.findall(r"<span>(.*?)</span>", legend[1]) == ["compute", "idle: a", "2 other causes of idle time"]
@@ -351,7 +353,7 @@ def test_small_parts_of_the_answer_are_listed_as_one(made_document: dict[str, An
 def test_phases_colour_the_answer_of_a_run_without_a_gpu(made_document: dict[str, Any], session: Session) -> None:
     parts = [("backward: operators", "op", 990), ("loading: Python", "python", 5), ("loading: operators", "op", 5)]
     made_document["answer"]["parts"] = [{"label": label, "kind": kind, "ns": ns} for label, kind, ns in parts]
-    legend = re.search(r'<ul class="legend">(.*?)</ul>', render(made_document, session))
+    legend = re.search(r'<ul class="legend">(.*?)</ul>', render_report_page(made_document, session))
     assert legend
     assert re.findall(r"<span>(.*?)</span>", legend[1]) == ["loading", "backward: operators"]
     assert re.findall(r"b-(\w+)", legend[1]) == ["loading", "backward"]

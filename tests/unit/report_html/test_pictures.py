@@ -16,20 +16,16 @@ from hypothesis import strategies as st
 from support.figures import figure
 from support.pages import Elements, islands
 from support.sessions import EVIL
-from traceloom.harmless import harmless
-from traceloom.model import units
-from traceloom.report.curve import figure as curve_figure
-from traceloom.report.curve import thinned
-from traceloom.report.icicle import figure as icicle
-from traceloom.report.memory.picture import changes
-from traceloom.report.sections.heat_map import blocks, heat_map
-from traceloom.report.sections.kinds import stacked
+from traceloom.report.figure import bar, blocks, changes, downsample, heat_map, legend
+from traceloom.report.figure import draw_curve as curve_figure
+from traceloom.report.figure import draw_icicle as icicle
+from traceloom.report.figure import picture as roofline
+from traceloom.report.sections.kernels import stacked
 from traceloom.report.sections.launches import curves
-from traceloom.report.sections.roofline_picture import picture as roofline
-from traceloom.report.views.html.absence import Reasons
-from traceloom.report.views.html.bars import bar, legend
-from traceloom.report.views.html.capture import capture
-from traceloom.report.views.terminal.bars import plain, sparkline
+from traceloom.report.views.page_head import Reasons, capture
+from traceloom.report.views.terminal_table import plain, sparkline
+from traceloom.system import units
+from traceloom.system.sanitize import sanitize
 
 PARTS = st.lists(
     st.tuples(st.text(max_size=8), st.sampled_from(["compute", "idle", "memory", "other"]), st.integers(0, 10**15)),
@@ -81,7 +77,7 @@ def test_the_boxes_of_a_bar_stand_side_by_side_and_are_as_wide_as_their_share(
         assert float(element.attrib["width"]) == pytest.approx(1000 * ns / whole, abs=0.006)
         left += 1000 * ns / whole
         title = element.findtext("title") or ""
-        assert title == f"{harmless(label)} {units.duration(ns)} ({units.share(ns, whole)})"
+        assert title == f"{sanitize(label)} {units.duration(ns)} ({units.share(ns, whole)})"
     assert left == pytest.approx(1000 if whole else 0)
 
 
@@ -101,7 +97,7 @@ def test_a_legend_names_the_parts_that_take_time_with_their_shares() -> None:
     assert "75.0 %" in found.shown
     assert "25.0 %" in found.shown
     assert "none" not in found.shown
-    assert harmless(EVIL) in found.shown
+    assert sanitize(EVIL) in found.shown
 
 
 @given(st.lists(st.lists(st.integers(0, 10**12), min_size=2, max_size=4), min_size=1, max_size=5))
@@ -159,7 +155,7 @@ def test_a_sparkline_has_its_highest_bar_where_the_highest_value_is(values: list
 )
 def test_cells_of_a_heat_map_are_as_dark_as_their_value(cells: dict[tuple[int, int], float]) -> None:
     rows = columns = list(range(10))
-    labels = {key: f"{harmless(EVIL)} {value}" for key, value in cells.items()}
+    labels = {key: f"{sanitize(EVIL)} {value}" for key, value in cells.items()}
     drawn = heat_map(cells, rows, columns, labels, titles=("from rank", "to rank"))
     most = max(cells.values(), default=0)
     assert bool(drawn) == (most > 0)
@@ -197,7 +193,7 @@ def test_one_character_stands_for_a_value_on_a_terminal(value: float, shown: str
 
 @given(st.lists(st.integers(-(10**9), 10**12), max_size=400), st.integers(8, 100))
 def test_of_a_long_curve_the_ends_and_the_extremes_are_kept(values: list[int], most: int) -> None:
-    kept = thinned(values, most)
+    kept = downsample(values, most)
     assert kept == sorted(set(kept))
     if values:
         assert {0, len(values) - 1} <= set(kept)
@@ -335,7 +331,7 @@ def test_an_icicle_holds_its_boxes_with_harmless_names() -> None:
     drawn = icicle(nodes, label=EVIL, note=EVIL)
     (data,) = islands(drawn)
     assert [row[0] for row in data["nodes"]] == [-1, 0, 0]
-    assert data["nodes"][1][1] == harmless(EVIL)
+    assert data["nodes"][1][1] == sanitize(EVIL)
     found = Elements(drawn)
     assert found.tags["img"] == 0
     assert found.tags["button"] == 2

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from traceloom.model import Session
-from traceloom.read import load
-from traceloom.report.views.html.timeline import build
+from traceloom.formats import load
+from traceloom.report.views.timeline import build
+from traceloom.trace.session import Session
 
 Unpacked = Callable[[str], tuple[dict[str, Any], dict[str, Any]]]
 

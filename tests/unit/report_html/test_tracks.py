@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from traceloom.report.views.html.timeline import MOST_CURVES, kept, tracks
+from traceloom.report.views.timeline import MOST_CURVES, downsample_extremes, tracks
 from traceloom.testing import TraceBuilder
 
 
@@ -33,7 +33,7 @@ def test_names_are_harmless_and_curves_bounded() -> None:
 @pytest.mark.parametrize("size", [1, 5, 600, 601, 10_000, 12_345])
 def test_thinned_curves_keep_their_ends_and_extremes(size: int) -> None:
     value = np.sin(np.arange(size) / 7.0) * np.arange(size)
-    at = kept(value, 600)
+    at = downsample_extremes(value, 600)
     assert at.size <= 610
     assert (at[0], at[-1]) == (0, size - 1)
     assert (value[at].min(), value[at].max()) == (value.min(), value.max())

@@ -10,12 +10,12 @@ import polars as pl
 import pytest
 
 from support.plain_graph import STEADY_NS, PlainScenario, RandomJob, longest
-from traceloom.model import Graph
-from traceloom.model import graph_schema as gs
-from traceloom.retime import ABSENT, Plan, calibrate, class_delays, law
-from traceloom.retime.critical_path import binding_edges, critical_path, parts, unexplained
-from traceloom.retime.slack import latest_times, slack_ns
-from traceloom.simulate import parse, scenario_of
+from traceloom.changes.changes import parse
+from traceloom.changes.whatif import scenario_of
+from traceloom.graph import ABSENT, Plan, calibrate, class_delays, law
+from traceloom.graph import graph as gs
+from traceloom.graph.critical_path import binding_edges, critical_path, latest_times, parts, slack_ns, unexplained
+from traceloom.graph.graph import Graph
 
 SEEDS = range(15)
 
@@ -268,7 +268,7 @@ def walked(graph: Graph, times: list[int]) -> tuple[list[int], list[int], int]:
 
 @pytest.mark.parametrize("text", ["", "gpu * 0.3", "host * 2", "network * 4"])
 def test_the_critical_path_is_that_of_a_plain_walk(text: str) -> None:
-    from traceloom.simulate import changed_graph
+    from traceloom.changes.whatif import changed_graph
 
     for seed in SEEDS:
         graph, plan = job(seed)

@@ -10,11 +10,11 @@ import polars as pl
 import pytest
 
 from traceloom.errors import UsageError
-from traceloom.link.rank import link_rank
-from traceloom.model import graph_schema as gs
-from traceloom.model.graph import Graph
-from traceloom.retime import ABSENT, Plan, calibrate, class_delays, law
-from traceloom.retime.critical_path import critical_path
+from traceloom.graph import ABSENT, Plan, calibrate, class_delays, law
+from traceloom.graph import graph as gs
+from traceloom.graph.critical_path import critical_path
+from traceloom.graph.graph import Graph
+from traceloom.graph.rank import link_rank
 from traceloom.testing import TraceBuilder
 
 

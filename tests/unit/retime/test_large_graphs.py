@@ -11,12 +11,14 @@ import pytest
 import traceloom
 from support.jobs import ParallelRecipe, parallel_job
 from traceloom.analyze.critical_path import CriticalPath
-from traceloom.link import link_session
-from traceloom.model import Graph, Session, parked, points
-from traceloom.model import graph_arrays as arrays
-from traceloom.retime import Plan
-from traceloom.simulate import Scenario, parse, whatif, whatif_many
-from traceloom.storage import ondisk
+from traceloom.changes.changes import parse
+from traceloom.changes.scenario import Scenario
+from traceloom.changes.whatif import whatif, whatif_many
+from traceloom.graph import Plan, graph, link_session
+from traceloom.graph import graph as arrays
+from traceloom.graph.graph import Graph
+from traceloom.trace import mapped_arrays, storage
+from traceloom.trace.session import Session
 
 CHANGES = (
     "kernels * 0.5",
@@ -34,9 +36,14 @@ def folder(tmp_path: Path) -> Path:
 
 
 def in_files(patch: pytest.MonkeyPatch) -> None:
-    for place, name in ((arrays, "LARGE"), (ondisk, "LEAST_BYTES"), (points, "_MOST_LISTED"), (parked, "_LEAST_ROWS")):
+    for place, name in (
+        (arrays, "LARGE"),
+        (mapped_arrays, "LEAST_BYTES"),
+        (graph, "_MOST_LISTED"),
+        (storage, "_LEAST_ROWS"),
+    ):
         patch.setattr(place, name, 1)
-    patch.setattr(parked, "SESSION_BYTES", 0)
+    patch.setattr(storage, "SESSION_BYTES", 0)
 
 
 def told(session: Session) -> dict[str, Any]:
@@ -67,18 +74,18 @@ def test_a_graph_in_files_is_the_graph_in_memory(folder: Path, monkeypatch: pyte
     for key, value in known.items():
         assert found[key] == value, key
     graph: Graph = link_session(session, step=1)
-    assert all(isinstance(one, ondisk.OnDisk) for one in (*arrays.points(graph), arrays.point_times(graph)))
+    assert all(isinstance(one, mapped_arrays.OnDisk) for one in (*arrays.points(graph), arrays.point_times(graph)))
 
 
 def test_small_graphs_stay_in_memory(folder: Path) -> None:
     graph = link_session(traceloom.load(folder, cache=False), step=1)
-    assert not any(isinstance(one, ondisk.OnDisk) for one in (*arrays.points(graph), arrays.point_times(graph)))
+    assert not any(isinstance(one, mapped_arrays.OnDisk) for one in (*arrays.points(graph), arrays.point_times(graph)))
 
 
 def test_circles_are_seen_with_lists_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
     source, target = np.array([1, 3, 5]), np.array([2, 4, 0])
     for most in (200_000, 0):
-        monkeypatch.setattr(points, "_MOST_LISTED", most)
-        assert not points.acyclic(3, source, target)
-        assert points.acyclic(3, source[:2], target[:2])
-        assert points.topological(3, source[:2], target[:2]).tolist() == list(range(6))
+        monkeypatch.setattr(graph, "_MOST_LISTED", most)
+        assert not graph.acyclic(3, source, target)
+        assert graph.acyclic(3, source[:2], target[:2])
+        assert graph.topological_order(3, source[:2], target[:2]).tolist() == list(range(6))

@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 
 from support.jobs import Recipe, training_job
 from support.strategies import builders
-from traceloom.link.job import join
-from traceloom.link.rank import link_rank
-from traceloom.model import Graph
-from traceloom.retime import Plan, calibrate
-from traceloom.retime.critical_path import critical_path, trail
-from traceloom.retime.slack import latest_times, slack_ns
+from traceloom.graph import Plan, calibrate
+from traceloom.graph.critical_path import critical_path, latest_times, slack_ns, walk_back
+from traceloom.graph.graph import Graph
+from traceloom.graph.job import join_ranks
+from traceloom.graph.rank import link_rank
 from traceloom.testing import TraceBuilder
 
 US = 1_000
@@ -22,7 +21,7 @@ unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow]
 
 
 def graph_of(*traces: TraceBuilder) -> Graph:
-    return calibrate(join([link_rank(trace.build()) for trace in traces]))
+    return calibrate(join_ranks([link_rank(trace.build()) for trace in traces]))
 
 
 def plain_latest(graph: Graph) -> list[int]:
@@ -116,7 +115,7 @@ def test_a_trail_leads_from_cause_to_cause_until_it_shall_stop(seed: int) -> Non
     graph = graph_of(*training_job(Recipe(steps=2, layers=2, ranks=2, seed=seed)).run().traces())
     times = graph.point_times()
     last = int(times.argmax())
-    points, bound = trail(graph, last)
+    points, bound = walk_back(graph, last)
     source, target = graph.points()
     assert points[0] == last
     for point, before, edge in zip(points.tolist(), points[1:].tolist(), bound.tolist(), strict=False):
@@ -124,5 +123,5 @@ def test_a_trail_leads_from_cause_to_cause_until_it_shall_stop(seed: int) -> Non
         assert edge < 0 or target[edge] == point
     assert bound[-1] == -2
     until = int(times[points[len(points) // 2]])
-    shorter, _ = trail(graph, last, until=until)
+    shorter, _ = walk_back(graph, last, until=until)
     assert times[shorter[-1]] <= until < times[shorter[:-1]].min()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from traceloom.errors import UsageError
-from traceloom.schedules import ALGORITHMS, KINDS_OF, Schedule, parents, pieces, schedule
+from traceloom.workload.collective_algorithms import ALGORITHMS, KINDS_OF, Schedule, parents, pieces, schedule
 
 _MIB = 1 << 20
 CASES = [(kind, algorithm) for algorithm in ALGORITHMS for kind in KINDS_OF[algorithm]]
@@ -112,7 +112,7 @@ def test_what_cannot_be_scheduled_says_what_can() -> None:
 
 def test_a_broken_schedule_is_found() -> None:
     from traceloom.errors import InvariantError
-    from traceloom.schedules import round_of
+    from traceloom.workload.collective_algorithms import round_of
 
     for part in (round_of(0, 2, 5), round_of(1, 1, 5), round_of(0, 1, -5)):
         with pytest.raises(InvariantError):

@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from traceloom.schedules import Schedule, depths, one_tree, parents, schedule
+from traceloom.workload.collective_algorithms import Schedule, depths, one_tree, parents, schedule
 
 RANKS = [2, 3, 4, 5, 8]
 SIZES = [1, 7, 64, 101]

@@ -11,11 +11,11 @@ import polars as pl
 import pytest
 
 from support.workload import collective, node, receive, send, write_set
-from traceloom.chakra.schema import Node
-from traceloom.schedules import KINDS_OF
-from traceloom.simulate import run
-from traceloom.simulate.machine import AlgorithmRule, Dimension, Machine
-from traceloom.simulate.simulation import Simulation
+from traceloom.formats.chakra.et_pb2 import Node
+from traceloom.workload.collective_algorithms import KINDS_OF
+from traceloom.workload.simulate.machine import AlgorithmRule, Dimension, Machine
+from traceloom.workload.simulate.native import run
+from traceloom.workload.simulate.result import Simulation
 
 RATE, LATENCY = 8, 500  # B/ns and ns: of sizes that they divide every time is whole
 RULES = tuple(AlgorithmRule(kind, "direct") for kind in KINDS_OF["direct"])  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ import pytest
 from support import astra_sim
 from support.workload import collective, node, receive, send, write_set
 from traceloom.errors import CheckError, InputError, UsageError
-from traceloom.simulate.astra_sim import recorded_ends, simulate
+from traceloom.workload.simulate.astra_sim.run import recorded_ends, simulate
 
 RING = astra_sim.network("Ring", "2", "50", "500")
 MIB = 1 << 20
@@ -55,7 +55,7 @@ def test_as_a_whole_and_message_by_message(tmp_path: Path, topology: str, implem
 def test_one_rank_stands_for_all_where_all_begin_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, topology: str, kind: str, ranks: int
 ) -> None:
-    monkeypatch.setattr("traceloom.simulate.astra_sim.engine._MANY", 0)
+    monkeypatch.setattr("traceloom.workload.simulate.astra_sim.engine._MANY", 0)
     network = astra_sim.network(topology, str(ranks), "30", "200")
     read = astra_sim.two_collectives(tmp_path / "set", kind, ranks, 120_000)
     system = astra_sim.system("direct", splits=2)

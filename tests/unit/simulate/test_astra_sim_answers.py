@@ -10,10 +10,11 @@ import pytest
 
 from support import astra_sim
 from support.workload import collective, node, receive, send, write_set
-from traceloom.chakra.schema import Node
-from traceloom.chakra.workload import Workload
 from traceloom.errors import CheckError, InputError, TraceloomError, UsageError
-from traceloom.simulate.astra_sim import AstraSimSystem, read_system, simulate
+from traceloom.formats.chakra.et_pb2 import Node
+from traceloom.formats.chakra.nodes import Workload
+from traceloom.workload.simulate.astra_sim.config import AstraSimSystem, read_system
+from traceloom.workload.simulate.astra_sim.run import simulate
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 

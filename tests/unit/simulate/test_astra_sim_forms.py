@@ -10,7 +10,7 @@ import pytest
 from support import astra_sim
 from support.workload import collective, node, receive, send, write_set
 from traceloom.errors import UsageError
-from traceloom.simulate.astra_sim import simulate
+from traceloom.workload.simulate.astra_sim.run import simulate
 
 GIB = (1 << 30) / 1e9  # bytes per ns of one GB/s
 MEMORY = 1600.0

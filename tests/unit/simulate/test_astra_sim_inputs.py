@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from traceloom.errors import InputError
-from traceloom.simulate.astra_sim.inputs import machine_of, read_network, read_system
+from traceloom.workload.simulate.astra_sim.config import machine_of, read_network, read_system
 
 NETWORK = """
 topology: [ Ring, Switch ]

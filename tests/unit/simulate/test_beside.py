@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from traceloom.link.job import join
-from traceloom.link.rank import link_rank
-from traceloom.model import Graph
-from traceloom.retime import calibrate
-from traceloom.simulate import Scenario, changed_nodes, parse, scenario_of, whatif
-from traceloom.simulate.limits import busiest_lane_ns, most_saved_ns
-from traceloom.testing.builder import TraceBuilder
+from traceloom.changes.bounds import busiest_lane_ns, most_saved_ns
+from traceloom.changes.changes import parse
+from traceloom.changes.scenario import Scenario
+from traceloom.changes.whatif import changed_nodes, scenario_of, whatif
+from traceloom.graph import calibrate
+from traceloom.graph.graph import Graph
+from traceloom.graph.job import join_ranks
+from traceloom.graph.rank import link_rank
+from traceloom.testing.trace_builder import TraceBuilder
 
 US = 1_000
 MAIN, SIDE = 7, 20
@@ -28,7 +30,7 @@ def linked(*work: tuple[str, int, int, int], optimizer_at: int | None = None) ->
             made.copy(name, start, took, bytes=1024, stream=stream, correlation=number + 1)
         else:
             made.kernel(name, start, took, stream=stream, correlation=number + 1)
-    return calibrate(join([link_rank(made.build())]))
+    return calibrate(join_ranks([link_rank(made.build())]))
 
 
 def after_us(graph: Graph, text: str) -> float:

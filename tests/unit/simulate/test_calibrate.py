@@ -14,11 +14,11 @@ import pytest
 from support.jobs import Clock, Job, Rank, Recipe, training_job
 from support.jobs import program as do
 from traceloom.errors import InputError
-from traceloom.model import Session
-from traceloom.simulate import run as simulate
-from traceloom.simulate.calibrate import Calibration, calibrate
-from traceloom.simulate.fitting import fits
-from traceloom.simulate.machine import MeasuredTime, machine_text, read_machine
+from traceloom.trace.session import Session
+from traceloom.workload.simulate.calibrate import Calibration, calibrate, fits
+from traceloom.workload.simulate.machine import MeasuredTime
+from traceloom.workload.simulate.machine_file import machine_text, read_machine
+from traceloom.workload.simulate.native import run as simulate
 
 KERNELS = {"allreduce": "AllReduce_Sum", "_allgather_base": "AllGather", "_reduce_scatter_base": "ReduceScatter_Sum",
            "all_to_all": "SendRecv"}  # fmt: skip

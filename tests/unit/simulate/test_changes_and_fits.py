@@ -9,10 +9,9 @@ import numpy as np
 import polars as pl
 import pytest
 
-from traceloom.simulate.changes import ASSUMES, Change, parse
-from traceloom.simulate.machine import Dimension, Machine
-from traceloom.simulate.measured_transfers import SAMPLES, fit_transfers, measured_transfers
-from traceloom.simulate.selection import DEVICE_TARGETS, TARGETS, Selection
+from traceloom.changes.changes import ASSUMES, DEVICE_TARGETS, TARGETS, Change, Selection, parse
+from traceloom.workload.simulate.calibrate import SAMPLES, fit_transfers, measured_transfers
+from traceloom.workload.simulate.machine import Dimension, Machine
 
 PATTERNS = ("", "gemm", "a * 0.5", "host", "collectives", "rank 3", "x remove y", "~", "(?:a|b)+ {1,2}")
 

@@ -12,15 +12,15 @@ import pytest
 
 from support.jobs import Change, Recipe, training_job
 from support.reports import check_schema
-from traceloom.analyze.peaks import Peak, peak_of
+from traceloom.analyze.placed_calls import Peak, peak_of
 from traceloom.cli import main
 from traceloom.errors import UsageError
-from traceloom.link import link_session
-from traceloom.model import Session, Trace
-from traceloom.read import load
-from traceloom.retime import Plan
-from traceloom.simulate.device import RULES, Rescaled, rescale
+from traceloom.formats import load
+from traceloom.graph import Plan, link_session
 from traceloom.testing import TraceBuilder
+from traceloom.trace.session import Session
+from traceloom.trace.trace import Trace
+from traceloom.workload.simulate.device import RULES, Rescaled, rescale
 
 BF16 = "c10::BFloat16"
 

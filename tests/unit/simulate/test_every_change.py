@@ -13,12 +13,14 @@ import polars as pl
 import pytest
 
 from support.plain_graph import MEANING, PlainScenario, RandomJob
+from traceloom.changes.bounds import busiest_lane_ns, least_ns, most_saved_ns
+from traceloom.changes.changes import parse
+from traceloom.changes.scenario import Scenario
+from traceloom.changes.whatif import changed_nodes, scenario_of, sweep, whatif, whatif_many
 from traceloom.errors import UsageError
-from traceloom.model import Graph
-from traceloom.model import graph_schema as gs
-from traceloom.retime import Plan, calibrate, law
-from traceloom.simulate import Scenario, changed_nodes, parse, scenario_of, sweep, whatif, whatif_many
-from traceloom.simulate.limits import busiest_lane_ns, least_ns, most_saved_ns
+from traceloom.graph import Plan, calibrate, law
+from traceloom.graph import graph as gs
+from traceloom.graph.graph import Graph
 
 Plainly = Callable[[PlainScenario], None]
 SEEDS = range(13)

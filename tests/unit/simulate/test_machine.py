@@ -12,24 +12,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traceloom.analyze.peaks import Peak
+from traceloom.analyze.placed_calls import Peak
 from traceloom.errors import InputError, UsageError
-from traceloom.simulate.machine import (
+from traceloom.workload.simulate.machine import (
     AlgorithmRule,
     Dimension,
     Machine,
     MeasuredTransfer,
     Nic,
     SpeedFactor,
+    Topology,
     Wire,
-    changed,
-    machine_text,
-    presets,
-    read_machine,
 )
-from traceloom.simulate.machine.document import machine_of
-from traceloom.simulate.machine.parts import Topology
-from traceloom.simulate.network import MachineNetwork
+from traceloom.workload.simulate.machine_file import changed, machine_of, machine_text, presets, read_machine
+from traceloom.workload.simulate.network import MachineNetwork
 
 PATHS = [
     "network.0.size", "network.0.shape", "network.1", "network", "nic.of.x", "ranks.order", "algorithm.0.use", "device.peaks",

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from traceloom.errors import UsageError
-from traceloom.simulate.machine import (
+from traceloom.workload.simulate.machine import (
     AlgorithmRule,
     Dimension,
     Machine,
@@ -19,11 +19,9 @@ from traceloom.simulate.machine import (
     Nic,
     SpeedFactor,
     Wire,
-    changed,
-    machine_text,
-    read_machine,
 )
-from traceloom.simulate.network import MachineNetwork
+from traceloom.workload.simulate.machine_file import changed, machine_text, read_machine
+from traceloom.workload.simulate.network import MachineNetwork
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 

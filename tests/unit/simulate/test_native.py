@@ -15,20 +15,19 @@ import pytest
 from support.jobs import Job, ParallelRecipe, TokenImbalance, parallel_job
 from support.jobs import program as do
 from support.workload import collective, node, receive, send, write_set
-from traceloom.chakra.graph import write_ranks
-from traceloom.chakra.schema import Node
+from traceloom.changes.scenario import Scenario
 from traceloom.errors import CheckError, InputError, UsageError
-from traceloom.link import link_session
-from traceloom.model.graph import Graph
-from traceloom.read import load
-from traceloom.retime.running import in_proportion
-from traceloom.simulate import run
-from traceloom.simulate.machine import Dimension, Machine, MeasuredTransfer, Nic, SpeedFactor
-from traceloom.simulate.native.engine import evaluate
-from traceloom.simulate.native.evaluation import course, plan_of
-from traceloom.simulate.native.operations import operations, transfers_ns
-from traceloom.simulate.native.transfers import LinkBundles, fair_speeds
-from traceloom.simulate.scenario import Scenario
+from traceloom.formats import load
+from traceloom.formats.chakra.et_pb2 import Node
+from traceloom.graph import link_session
+from traceloom.graph.calibrate import scale_overlap
+from traceloom.graph.graph import Graph
+from traceloom.workload.chakra.graph_read import write_ranks
+from traceloom.workload.simulate.contention import evaluate
+from traceloom.workload.simulate.evaluation import course, plan_of
+from traceloom.workload.simulate.machine import Dimension, Machine, MeasuredTransfer, Nic, SpeedFactor
+from traceloom.workload.simulate.native import run
+from traceloom.workload.simulate.transfers import LinkBundles, fair_speeds, operations, transfers_ns
 
 _BYTES = {"BFloat16": 2, "Float": 4}
 Time = Callable[[str, int, int], float]  # kind, ranks, bytes of a rank's buffer -> ns
@@ -262,7 +261,7 @@ def test_both_engines_agree_where_nothing_contends(seed: int, tmp_path: Path) ->
     scenario.delay_ns[of.edge] = time_ns[of.of_edge]
     expected = scenario.times(plan)
     number = np.arange(len(of))
-    delay = in_proportion(graph, scenario.work_ns, scenario.delay_ns)
+    delay = scale_overlap(graph, scenario.work_ns, scenario.delay_ns)
     no_lanes = np.full(graph.nodes.height, -1)
     bundles = LinkBundles(np.arange(len(of) + 1), number, np.ones(len(of)), number, number)  # a link for each
     result = evaluate(graph, scenario.work_ns, delay, of, time_ns, number, bundles, no_lanes)

@@ -9,13 +9,14 @@ import pytest
 
 from support.jobs import ParallelRecipe, parallel_job
 from support.workload import collective, node, write_set
-from traceloom.chakra.generate import PipelineOptions, pipeline, write_generated
 from traceloom.errors import InputError, UsageError
-from traceloom.link import link_session
-from traceloom.read import load
-from traceloom.simulate import run
-from traceloom.simulate.machine import Dimension, Machine, read_machine
-from traceloom.simulate.native.inputs import open_input
+from traceloom.formats import load
+from traceloom.graph import link_session
+from traceloom.workload.chakra.generate import PipelineOptions, pipeline, write_generated
+from traceloom.workload.simulate.inputs import open_input
+from traceloom.workload.simulate.machine import Dimension, Machine
+from traceloom.workload.simulate.machine_file import read_machine
+from traceloom.workload.simulate.native import run
 
 PAIR = [[node(1, us=2), collective(2, size=8_000, deps=[1], pg_name="7")]] * 2
 MACHINE = Machine((Dimension("fully-connected", 2, 8.0, 100.0),))

@@ -8,8 +8,9 @@ import numpy as np
 import polars as pl
 import pytest
 
-from traceloom.simulate.machine import Dimension, Machine, Nic, SpeedFactor, Wire, read_machine
-from traceloom.simulate.network import MachineNetwork
+from traceloom.workload.simulate.machine import Dimension, Machine, Nic, SpeedFactor, Wire
+from traceloom.workload.simulate.machine_file import read_machine
+from traceloom.workload.simulate.network import MachineNetwork
 
 TREE = (Wire(0, 4), Wire(1, 4), Wire(4, 5, 5.0, 50.0), Wire(2, 5), Wire(3, 5), Wire(0, 1, 1.0))
 FABRICS = [

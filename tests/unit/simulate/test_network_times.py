@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from support.flows import Flows, fair_shares, sent_one_by_one
 from traceloom.errors import UsageError
-from traceloom.schedules import ALGORITHMS, KINDS_OF, schedule
-from traceloom.simulate.machine import Dimension, Machine, Nic, SpeedFactor, Wire
-from traceloom.simulate.network import LinkUse, MachineNetwork, finish_times
+from traceloom.workload.collective_algorithms import ALGORITHMS, KINDS_OF, schedule
+from traceloom.workload.simulate.machine import Dimension, Machine, Nic, SpeedFactor, Wire
+from traceloom.workload.simulate.network import LinkUse, MachineNetwork, finish_times
 
 SWITCH = Dimension("switch", 8, 50.0, 500.0)
 

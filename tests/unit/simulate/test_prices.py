@@ -12,13 +12,13 @@ import polars as pl
 import pytest
 
 from support.workload import collective, node, receive, send, write_set
-from traceloom.analyze.peaks import Peak
-from traceloom.chakra.schema import Node
+from traceloom.analyze.placed_calls import Peak
 from traceloom.errors import UsageError
-from traceloom.schedules import KINDS_OF
-from traceloom.simulate import run
-from traceloom.simulate.machine import AlgorithmRule, Dimension, Machine, MeasuredTransfer, Nic, SpeedFactor
-from traceloom.simulate.simulation import Simulation
+from traceloom.formats.chakra.et_pb2 import Node
+from traceloom.workload.collective_algorithms import KINDS_OF
+from traceloom.workload.simulate.machine import AlgorithmRule, Dimension, Machine, MeasuredTransfer, Nic, SpeedFactor
+from traceloom.workload.simulate.native import run
+from traceloom.workload.simulate.result import Simulation
 
 RANKS = 8
 SIZE = 1 << 23  # of a rank's buffer; of gathers one rank's part

@@ -10,13 +10,15 @@ import pytest
 import traceloom
 from support.by_hand import BUSY, GEMM, HandStep
 from support.plain_graph import HOST, PlainScenario, RandomJob
+from traceloom.changes.bounds import unrecorded_saving_ns
+from traceloom.changes.changes import parse
+from traceloom.changes.whatif import scenario_of, whatif, whatif_many
 from traceloom.errors import UsageError
-from traceloom.link import link_session
-from traceloom.link.rank import link_rank
-from traceloom.model import Graph, Session
-from traceloom.retime import calibrate
-from traceloom.simulate import parse, scenario_of, unrecorded_saving_ns, whatif, whatif_many
+from traceloom.graph import calibrate, link_session
+from traceloom.graph.graph import Graph
+from traceloom.graph.rank import link_rank
 from traceloom.testing import TraceBuilder
+from traceloom.trace.session import Session
 
 JOBS = [calibrate(RandomJob(seed).graph()) for seed in range(8)]
 

@@ -13,12 +13,12 @@ import pytest
 from support.jobs import ParallelRecipe, parallel_job
 from support.scaled import JOBS_OF_64, compared, scaled_recipe, shown, true_step_ns
 from traceloom.errors import UsageError
-from traceloom.link import link_session
-from traceloom.model import graph_schema as gs
-from traceloom.read import load
-from traceloom.simulate.scale import RecordedJob, measured_ends, scale
-from traceloom.simulate.scaling.draws import can_end_a_step
-from traceloom.simulate.scaling.replicas import DataAxis
+from traceloom.formats import load
+from traceloom.graph import graph as gs
+from traceloom.graph import link_session
+from traceloom.workload.simulate.scale import RecordedJob, measured_ends, scale
+from traceloom.workload.simulate.scale_draws import can_end_a_step
+from traceloom.workload.simulate.scale_replicas import DataAxis
 
 # -- who is who ---------------------------------------------------------------------------------------------------
 

@@ -11,14 +11,14 @@ import pytest
 
 from support.jobs import ParallelRecipe, parallel_job
 from support.scaled import ShownJob, scaled_recipe, shown
-from traceloom.link import link_session
-from traceloom.read import load
-from traceloom.simulate import run
-from traceloom.simulate.machine import AlgorithmRule, Dimension, Machine, MeasuredTransfer, read_machine
-from traceloom.simulate.native.inputs import open_input
-from traceloom.simulate.native.running import on_device
-from traceloom.simulate.scale import RecordedJob, on_machine, scale
-from traceloom.simulate.sweep_points import PointEvaluator, SweepQuestion
+from traceloom.formats import load
+from traceloom.graph import link_session
+from traceloom.workload.simulate.inputs import open_input
+from traceloom.workload.simulate.machine import AlgorithmRule, Dimension, Machine, MeasuredTransfer
+from traceloom.workload.simulate.machine_file import read_machine
+from traceloom.workload.simulate.native import on_device, run
+from traceloom.workload.simulate.scale import RecordedJob, on_machine, scale
+from traceloom.workload.simulate.sweep import PointEvaluator, SweepQuestion
 
 RATE, LATENCY = 25.0, 1_500.0
 

@@ -9,10 +9,10 @@ import pytest
 
 from support.flows import sent_one_by_one
 from support.workload import collective, node, write_set
-from traceloom.schedules import schedule
-from traceloom.simulate import run
-from traceloom.simulate.machine import AlgorithmRule, Dimension, Machine
-from traceloom.simulate.network import MachineNetwork
+from traceloom.workload.collective_algorithms import schedule
+from traceloom.workload.simulate.machine import AlgorithmRule, Dimension, Machine
+from traceloom.workload.simulate.native import run
+from traceloom.workload.simulate.network import MachineNetwork
 
 MIB = 1 << 20
 CASES = {

@@ -14,12 +14,10 @@ from support.reports import check_schema
 from support.workload import collective, node, write_set
 from traceloom.cli import main
 from traceloom.errors import TraceloomError
-from traceloom.report.simulation import build, sentence
-from traceloom.report.simulation_files import SIMULATION
-from traceloom.report.simulation_terminal import render
-from traceloom.simulate import run
-from traceloom.simulate.machine import Dimension, Machine
+from traceloom.report.simulation import SIMULATION, build_simulation, render_simulation, sentence
 from traceloom.testing import TraceBuilder
+from traceloom.workload.simulate.machine import Dimension, Machine
+from traceloom.workload.simulate.native import run
 
 MACHINE = """\
 format = "traceloom-machine"
@@ -127,12 +125,12 @@ def test_every_table_is_a_file(job: Path, machine: str, tmp_path: Path, capsys: 
 
 @pytest.mark.parametrize("width", [80, 140])
 def test_the_words_fit(job: Path, machine: str, width: int) -> None:
-    lines = [line.plain for line in render(build(run(job, machine)), width)]
+    lines = [line.plain for line in render_simulation(build_simulation(run(job, machine)), width)]
     assert max(map(len, lines)) <= width
     text = "\n".join(lines)
     for words in ("come back as", "would take", "Critical path", "New on the critical path", "Busiest links"):
         assert words in text
-    assert "recorded machine" in "\n".join(line.plain for line in render(build(run(job)), 140))
+    assert "recorded machine" in "\n".join(line.plain for line in render_simulation(build_simulation(run(job)), 140))
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,19 @@ from hypothesis import strategies as st
 
 import traceloom
 from support.jobs import ParallelRecipe, parallel_job
-from traceloom.chakra.generate import TransformerOptions, memory_bytes, transformer, write_generated
 from traceloom.cli import main
 from traceloom.errors import UsageError
-from traceloom.simulate.native import run
-from traceloom.simulate.scale import scale
-from traceloom.simulate.sweep_points import SweepQuestion, evaluate_points
-from traceloom.simulate.sweeps import SweepAxis, SweepTable, parse_axis, points_of
+from traceloom.workload.chakra.generate import TransformerOptions, memory_bytes, transformer, write_generated
+from traceloom.workload.simulate.native import run
+from traceloom.workload.simulate.scale import scale
+from traceloom.workload.simulate.sweep import (
+    SweepAxis,
+    SweepQuestion,
+    SweepTable,
+    evaluate_points,
+    parse_axis,
+    points_of,
+)
 
 MACHINE = """
 format = "traceloom-machine"
@@ -155,7 +161,7 @@ def test_more_ranks_are_drawn(folder: Path) -> None:
     row = dict(evaluate_points(question, {0: {"ranks": 16}}, processes=1))[0]
     session = traceloom.load(folder / "run", cache=False)
     roles = {str(number): role for number, role in enumerate(["world", "tensor", "tensor", "data", "data"])}
-    alone = scale(traceloom.link.link_session(session), ranks=16, roles=roles, draws=20)
+    alone = scale(traceloom.graph.link_session(session), ranks=16, roles=roles, draws=20)
     assert (row["time_ns"], row["p10_ns"], row["p90_ns"]) == (alone.after_ns, alone.p10_ns, alone.p90_ns)
     assert row["samples"] == 4
 

@@ -10,8 +10,10 @@ import pytest
 
 from support.jobs import ParallelRecipe, parallel_job
 from support.workload import METADATA, node
-from traceloom.chakra import stream
-from traceloom.chakra.generate import (
+from traceloom.errors import InputError, UsageError
+from traceloom.formats.chakra import files
+from traceloom.formats.chakra.et_pb2 import AttributeProto, GlobalMetadata
+from traceloom.workload.chakra.generate import (
     SCHEMA,
     VERSION,
     CollectiveOptions,
@@ -22,11 +24,10 @@ from traceloom.chakra.generate import (
     transformer,
     write_generated,
 )
-from traceloom.chakra.schema import AttributeProto, GlobalMetadata
-from traceloom.errors import InputError, UsageError
-from traceloom.simulate import run
-from traceloom.simulate.machine import AlgorithmRule, Dimension, Machine, machine_text
-from traceloom.simulate.sweep_points import PointEvaluator, SweepQuestion
+from traceloom.workload.simulate.machine import AlgorithmRule, Dimension, Machine
+from traceloom.workload.simulate.machine_file import machine_text
+from traceloom.workload.simulate.native import run
+from traceloom.workload.simulate.sweep import PointEvaluator, SweepQuestion
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +103,7 @@ def test_right_values_have_the_answers_of_what_they_generate(folder: Path, tmp_p
 def test_whatever_files_say_of_how_they_were_made_they_are_files(text: str, tmp_path: Path) -> None:
     metadata = GlobalMetadata(version=METADATA.version)
     metadata.attr.append(AttributeProto(name="generated", string_val=text))
-    stream.write(tmp_path / "workload.0.et", metadata, [node(1, us=4)], force=True)
+    files.write(tmp_path / "workload.0.et", metadata, [node(1, us=4)], force=True)
     asked = PointEvaluator(SweepQuestion((str(tmp_path),)))
     assert asked.generated is None
     assert asked({})["time_ns"] == 4_000
@@ -111,7 +112,7 @@ def test_whatever_files_say_of_how_they_were_made_they_are_files(text: str, tmp_
 def test_a_workload_that_was_generated_in_another_version_is_refused(tmp_path: Path) -> None:
     metadata = GlobalMetadata(version=METADATA.version)
     metadata.attr.append(AttributeProto(name="generated", string_val=json.dumps({"format": SCHEMA, "version": 2})))
-    stream.write(tmp_path / "workload.0.et", metadata, [node(1, us=4)], force=True)
+    files.write(tmp_path / "workload.0.et", metadata, [node(1, us=4)], force=True)
     with pytest.raises(InputError) as refused:
         _ = PointEvaluator(SweepQuestion((str(tmp_path),))).generated
     assert refused.value.slug == "other-version"
@@ -126,7 +127,7 @@ def test_options_that_files_make_up_are_refused_by_name(folder: Path, tmp_path: 
         metadata = GlobalMetadata(version=METADATA.version)
         text = json.dumps({"format": SCHEMA, "version": VERSION, "kind": "pipeline", "options": options})
         metadata.attr.append(AttributeProto(name="generated", string_val=text))
-        stream.write(tmp_path / "workload.0.et", metadata, [node(1)], force=True)
+        files.write(tmp_path / "workload.0.et", metadata, [node(1)], force=True)
         machine = str(folder / "machine.toml")
         asked = PointEvaluator(SweepQuestion((str(tmp_path),), machine=machine))
         assert asked({"size": 10})["reason"] == reason

@@ -6,12 +6,12 @@ import numpy as np
 import polars as pl
 import pytest
 
+from traceloom.changes.changes import ASSUMES, TARGETS, Change, Chosen, Selection, of_events, parse
+from traceloom.changes.scenario import Scenario
+from traceloom.changes.whatif import sweep
 from traceloom.errors import UsageError
-from traceloom.model import Graph
-from traceloom.model import graph_schema as gs
-from traceloom.simulate import Change, Scenario, Selection, parse, sweep
-from traceloom.simulate.changes import ASSUMES
-from traceloom.simulate.selection import TARGETS, Chosen, of_events
+from traceloom.graph import graph as gs
+from traceloom.graph.graph import Graph
 
 KINDS_OF = {
     "kernels": {"kernel"}, "copies": {"copy", "fill"}, "gpu": {"kernel", "copy", "fill"},

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from traceloom.storage.cache import Cache, Entry, Seen, digest, prune, root
+from traceloom.system.files import cache_directory, evict
+from traceloom.trace.cache import Cache, CacheEntry, FileStamp, digest
 
 LONG_AGO = 1_600_000_000
 
@@ -23,7 +24,7 @@ def text_file(path: Path, text: str) -> Path:
     return path
 
 
-def entry_of(cache: Cache, path: Path, capture: dict[str, object] | None = None) -> Entry:
+def entry_of(cache: Cache, path: Path, capture: dict[str, object] | None = None) -> CacheEntry:
     entry = cache.entry(path, capture)
     assert entry is not None
     return entry
@@ -84,8 +85,8 @@ def test_one_entry_for_each_content_however_old_the_file(age: str, cache: Cache,
 def test_a_file_that_was_just_written_is_not_settled(cache: Cache, tmp_path: Path) -> None:
     path = text_file(tmp_path / "a", "x")
     assert not entry_of(cache, path).settled
-    assert not Seen.now(path).settled
-    assert Seen.now(path).stamp[2] == 1
+    assert not FileStamp.now(path).settled
+    assert FileStamp.now(path).stamp[2] == 1
 
 
 def test_what_cannot_be_read_again_has_no_entry(cache: Cache, tmp_path: Path) -> None:
@@ -94,7 +95,7 @@ def test_what_cannot_be_read_again_has_no_entry(cache: Cache, tmp_path: Path) ->
     for path in (tmp_path / "gone", tmp_path, tmp_path / "pipe", tmp_path / "broken", Path("/dev/null")):
         assert cache.entry(path, None) is None, path
     with pytest.raises(OSError, match="not a regular file"):
-        Seen.now(tmp_path / "pipe")
+        FileStamp.now(tmp_path / "pipe")
 
 
 def test_nothing_is_kept_of_a_file_that_has_changed_since(cache: Cache, tmp_path: Path) -> None:
@@ -184,7 +185,7 @@ def test_the_entries_unused_for_longest_go_first_until_the_rest_fits(left: int, 
     by_age = ["oldest", "older", "newer", "newest"]
     remaining = by_age[4 - left :]
     size = sizes(tmp_path)
-    prune(tmp_path, sum(size[name] for name in remaining))
+    evict(tmp_path, sum(size[name] for name in remaining))
     assert sorted(sizes(tmp_path)) == sorted(remaining)
 
 
@@ -195,12 +196,12 @@ def test_what_fits_stays_and_stray_files_and_links_count_as_entries(tmp_path: Pa
     (folder / "link").symlink_to(tmp_path)
     stray = text_file(folder / "stray", "x")
     os.utime(stray, (100, 100))
-    prune(folder, 10**6)
+    evict(folder, 10**6)
     assert len(list(folder.iterdir())) == 3
-    prune(folder, 0)
+    evict(folder, 0)
     assert [entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.is_symlink()] == []
     assert outside.exists()  # a link is removed, not what it leads to
-    prune(tmp_path / "gone", 0)
+    evict(tmp_path / "gone", 0)
 
 
 def test_what_is_read_counts_as_used(tmp_path: Path) -> None:
@@ -226,9 +227,9 @@ def test_the_digest_is_that_of_the_whole_content(size: int, tmp_path: Path) -> N
 
 def test_the_environment_says_where_the_cache_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRACELOOM_CACHE_DIR", str(tmp_path / "chosen"))
-    assert root() == tmp_path / "chosen"
+    assert cache_directory() == tmp_path / "chosen"
     keep(Cache(), text_file(tmp_path / "a", "one"), "x")
     assert (tmp_path / "chosen" / "traces").is_dir()
     monkeypatch.setenv("TRACELOOM_CACHE_DIR", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert root().name == "traceloom"
+    assert cache_directory().name == "traceloom"

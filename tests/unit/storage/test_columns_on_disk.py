@@ -11,9 +11,9 @@ import polars as pl
 import pytest
 
 from traceloom.errors import InputError
-from traceloom.storage import ondisk
-from traceloom.storage.mapped import TextTable, arrow_name, gathered, numbers
-from traceloom.storage.spill import Spill
+from traceloom.trace import mapped_arrays
+from traceloom.trace.arrays import TextTable, arrow_name, gathered, numbers
+from traceloom.trace.mapped_arrays import ColumnSpool
 
 TEXTS = ["", "a", "elf bytes..", "twelve bytes", "thirteen byte", "x" * 1000, "é" * 6, "é" * 7, "\U0001f600\0 \u2028"]
 LARGE, SMALL = 2**63 - 1, -(2**63)
@@ -23,10 +23,10 @@ LARGE, SMALL = 2**63 - 1, -(2**63)
 def large(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Every array counts as large."""
     monkeypatch.setenv("TRACELOOM_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(ondisk, "LEAST_BYTES", 1)
-    monkeypatch.setattr(ondisk, "PIECE", 16)
+    monkeypatch.setattr(mapped_arrays, "LEAST_BYTES", 1)
+    monkeypatch.setattr(mapped_arrays, "PIECE", 16)
     yield
-    ondisk.SCRATCH.clear()
+    mapped_arrays.BLOCK_POOL.clear()
 
 
 def files(folder: Path) -> list[Path]:
@@ -39,18 +39,18 @@ def test_a_column_is_its_parts_one_after_the_other(dtype: Any, tmp_path: Path) -
     parts = [chance.integers(0, 2, size).astype(dtype) for size in (5, 0, 1, 700)]
     parts.append(np.array([np.iinfo(dtype).max if np.issubdtype(dtype, np.integer) else 1], dtype=dtype))
     parts.append(np.arange(100).astype(dtype)[::-3])  # not contiguous
-    spill = Spill()
+    spill = ColumnSpool()
     for part in parts[:3]:
         spill.add("events", "start", part)
     column = spill.column("events", "start", parts[3:], dtype)
     assert column.tolist() == [value for part in parts for value in part.tolist()]
     assert column.dtype == dtype
-    assert isinstance(column, ondisk.OnDisk)
+    assert isinstance(column, mapped_arrays.OnDisk)
     assert files(tmp_path) == []
 
 
 def test_columns_of_the_same_name_belong_to_their_tables_and_are_given_once() -> None:
-    spill = Spill()
+    spill = ColumnSpool()
     spill.add("a", "x", np.array([1, 2]))
     spill.add("b", "x", np.array([3]))
     spill.add("a", "y", np.array([4]))
@@ -71,19 +71,19 @@ def test_without_a_place_for_the_files_it_is_said_what_to_do(tmp_path: Path, mon
     (tmp_path / "in the way").write_text("a file")
     monkeypatch.setenv("TRACELOOM_CACHE_DIR", str(tmp_path / "in the way"))
     with pytest.raises(InputError) as caught:
-        Spill().add("a", "x", np.array([1]))
+        ColumnSpool().add("a", "x", np.array([1]))
     assert caught.value.slug == "no-space"
     assert caught.value.where == str(tmp_path / "in the way" / "spill")
     assert "TRACELOOM_CACHE_DIR" in str(caught.value.hint)
     with pytest.raises(InputError, match="do not fit the disk"):
-        ondisk.empty(5, np.int64)
+        mapped_arrays.empty(5, np.int64)
 
 
 @pytest.mark.parametrize("absent", [None, 3, -1, 0])
 @pytest.mark.parametrize("dtype", [pl.Int64, pl.UInt32, pl.UInt16, pl.Float64])
 def test_numbers_are_null_where_they_are_the_absent_one(dtype: Any, absent: int | None) -> None:
     values = [3, 0, 7, 3, 1, *range(60), 3]
-    column = numbers(ondisk.stored(np.array(values)), dtype, absent=absent)
+    column = numbers(mapped_arrays.stored(np.array(values)), dtype, absent=absent)
     assert column.to_list() == [None if value == absent else value for value in values]
     assert column.dtype == dtype
 

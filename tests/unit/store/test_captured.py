@@ -12,17 +12,16 @@ import pytest
 from support.jobs import ParallelRecipe, parallel_job
 from support.public_traces import DATA, NAMES, NEEDS_TRACES
 from support.sessions import busy_step, empty, host_only, several_devices
-from traceloom.analyze.idle_causes import CAUSES
-from traceloom.analyze.kernel_bound import kernel_bounds
+from traceloom.analyze.idle import CAUSES
+from traceloom.analyze.kernel_efficiency import kernel_bounds
 from traceloom.findings import findings
-from traceloom.model import Session
-from traceloom.model.beside import TELEMETRY
-from traceloom.read import load
+from traceloom.fleet.service import capture_rows
+from traceloom.fleet.service.capture_rows import CaptureOrigin, rows
+from traceloom.fleet.store.schema import SCHEMAS
+from traceloom.formats import load
 from traceloom.report import ReportOptions, build
-from traceloom.store import captured
-from traceloom.store.captured import CaptureOrigin, rows
-from traceloom.store.schemas import SCHEMAS
 from traceloom.testing import TraceBuilder
+from traceloom.trace.session import TELEMETRY, Session
 
 ORIGIN = CaptureOrigin("c0", 1_790_000_000 * 10**9, request="r", job="j", code="abc")
 QUICK = ("h100_bert_small", "mi250_minitoy", "h800_deepseek_train", "mtia_inference", "cpu_only_gloo_rank34")
@@ -145,11 +144,11 @@ def test_of_very_many_kernels_the_small_become_one_and_no_time_is_lost(monkeypat
         builder.kernel(f"kernel{number}", 100 * number + 20, 10 + number, correlation=number)
     many = Session((builder.build(),), "many")
     whole = rows(many, ORIGIN)["kernels"]
-    monkeypatch.setattr(captured, "MOST_KERNELS", 3)
+    monkeypatch.setattr(capture_rows, "MOST_KERNELS", 3)
     cut = rows(many, ORIGIN)["kernels"]
     assert cut.select("kernel", "count", "total_ns", "min_ns", "max_ns").rows() == [
         ("kernel6", 1, 16_000, 16_000, 16_000), ("kernel5", 1, 15_000, 15_000, 15_000),
-        (captured.OTHERS, 5, 60_000, 10_000, 14_000),
+        (capture_rows.OTHERS, 5, 60_000, 10_000, 14_000),
     ]  # fmt: skip
     assert cut.select("count", "total_ns").sum().row(0) == whole.select("count", "total_ns").sum().row(0)
 
@@ -158,7 +157,7 @@ def test_what_fails_by_our_fault_is_left_out_and_said(monkeypatch: pytest.Monkey
     def fails(_: object) -> None:
         raise AssertionError("broken")
 
-    monkeypatch.setattr(captured, "findings", fails)
+    monkeypatch.setattr(capture_rows, "findings", fails)
     tables = rows(session(), ORIGIN)
     assert tables["findings"].height == 0
     assert "section-failed" in tables["captures"]["notices"].item().to_list()

@@ -14,11 +14,11 @@ import pytest
 pytest.importorskip("obstore", reason="the extra `fleet` is not installed")
 
 from support.fleet import KINDS, Kind, azure_store, places
-from traceloom.collect.client import FleetClient
+from traceloom.cli.upload import FleetClient
 from traceloom.errors import InputError, OutputError, UsageError
-from traceloom.store.objects import Objects, checked_name
-from traceloom.store.schemas import SCHEMAS
-from traceloom.store.tables import Tables
+from traceloom.fleet.store.objects import Objects, checked_name
+from traceloom.fleet.store.schema import SCHEMAS
+from traceloom.fleet.store.tables import Tables
 
 
 @pytest.fixture(params=[*KINDS, "azure"])

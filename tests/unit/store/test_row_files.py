@@ -10,8 +10,8 @@ import polars as pl
 import pytest
 from polars.testing import assert_frame_equal
 
-from traceloom.store.row_files import packed_rows, unpacked_rows
-from traceloom.store.schemas import SCHEMAS
+from traceloom.fleet.store.schema import SCHEMAS
+from traceloom.fleet.store.tables import packed_rows, unpacked_rows
 
 DAY = date(2026, 11, 26)
 ROWS = pl.DataFrame({"day": [DAY, DAY], "capture": ["c1", "c1"], "kernel": ["gemm", "µ"], "count": [1, None]})
@@ -56,6 +56,6 @@ def test_anything_else_is_refused(content: bytes, reason: str) -> None:
 
 
 def test_what_would_fill_the_memory_is_not_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("traceloom.store.row_files.ROWS_BYTES", 1 << 20)
+    monkeypatch.setattr("traceloom.fleet.store.tables.ROWS_BYTES", 1 << 20)
     with pytest.raises(ValueError, match="more than 1 MiB"):
         unpacked_rows(archive(kernels=bytes(2 << 20)), "c1")

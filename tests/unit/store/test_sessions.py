@@ -10,8 +10,8 @@ pytest.importorskip("sqlalchemy", reason="the extra `fleet` is not installed")
 
 from support.fleet import KINDS, Kind
 from support.postgres import database
-from traceloom.store.database import secret_hash
-from traceloom.store.state import State
+from traceloom.fleet.store.captures import State
+from traceloom.fleet.store.database import secret_hash
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -14,8 +14,8 @@ pytest.importorskip("sqlalchemy", reason="the extra `fleet` is not installed")
 from support.fleet import KINDS, Kind
 from support.postgres import database
 from traceloom.errors import InputError, OutputError, UsageError
-from traceloom.store.database import LEADER
-from traceloom.store.state import ATTEMPTS, CaptureRecord, FileOfCapture, State
+from traceloom.fleet.store.captures import ATTEMPTS, CaptureRecord, FileOfCapture, State
+from traceloom.fleet.store.database import LEADER
 
 
 @pytest.fixture(params=KINDS)
@@ -110,7 +110,7 @@ def test_many_who_claim_at_once_get_different_tasks(state: State) -> None:
 def test_a_task_that_fails_is_tried_again_and_then_quarantined_with_its_error(
     state: State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("traceloom.store.state._WAIT_NS", 10**8)
+    monkeypatch.setattr("traceloom.fleet.store.captures._WAIT_NS", 10**8)
     arrived(state, "c1")
     for attempt in range(1, ATTEMPTS + 1):
         task = state.claim("a", 60)
@@ -283,7 +283,7 @@ def test_what_was_kept_is_there_after_a_restart_and_another_schema_is_refused(ur
 
 
 def test_a_database_that_another_keeps_locked_is_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("traceloom.store.database._BUSY_MS", 50)
+    monkeypatch.setattr("traceloom.fleet.store.database._BUSY_MS", 50)
     state = State(str(tmp_path / "state.db"))
     other = sqlite3.connect(tmp_path / "state.db", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")

@@ -13,8 +13,8 @@ import pytest
 deltalake = pytest.importorskip("deltalake", reason="the extra `fleet` is not installed")
 
 from traceloom.errors import InputError, OutputError  # noqa: E402
-from traceloom.store.schemas import MINUTE_MS, SCHEMAS, day_of  # noqa: E402
-from traceloom.store.tables import Tables  # noqa: E402
+from traceloom.fleet.store.schema import MINUTE_MS, SCHEMAS, day_of  # noqa: E402
+from traceloom.fleet.store.tables import Tables  # noqa: E402
 
 DAY = date(2026, 11, 2)
 

@@ -13,9 +13,8 @@ import pytest
 
 pytest.importorskip("deltalake", reason="the extra `fleet` is not installed")
 
-from traceloom.store.schemas import SCHEMAS, UNREACHABLE
-from traceloom.store.tables import Tables
-from traceloom.store.usage import hours, minutes
+from traceloom.fleet.store.schema import SCHEMAS, UNREACHABLE, hours, minutes
+from traceloom.fleet.store.tables import Tables
 
 TODAY = date(2026, 11, 26)
 MINUTE_NS = 60 * 10**9

@@ -11,9 +11,9 @@ pytest.importorskip("sqlalchemy", reason="the extra `fleet` is not installed")
 
 from support.fleet import KINDS
 from support.postgres import database
-from traceloom.store.database import LEADER
-from traceloom.store.state import CaptureRecord, FileOfCapture, State
-from traceloom.store.webhook_state import EVENTS, FleetEvent
+from traceloom.fleet.store.captures import CaptureRecord, FileOfCapture, State
+from traceloom.fleet.store.database import LEADER
+from traceloom.fleet.store.rules import EVENTS, FleetEvent
 
 
 @pytest.fixture(params=KINDS)

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traceloom.store.schemas import MINUTE_MS, SCHEMAS
-from traceloom.store.usage import hours, minutes
-from traceloom.testing.weeks import Weeks, WeeksRecipe, made_weeks
+from traceloom.fleet.store.schema import MINUTE_MS, SCHEMAS, hours, minutes
+from traceloom.testing.fleet_weeks import Weeks, WeeksRecipe, made_weeks
 
 MINUTE_NS = 60_000_000_000
 SEEN = {name: kind for name, kind in SCHEMAS["usage_minute"].types.items() if name != "day"} | {

@@ -14,9 +14,9 @@ pytest.importorskip("sqlalchemy", reason="the extra `fleet` is not installed")
 from support.fleet import KINDS, Kind
 from support.postgres import database
 from traceloom.errors import OutputError
-from traceloom.store.database import LEADER
-from traceloom.store.job_facts import JobFacts
-from traceloom.store.state import State
+from traceloom.fleet.store.captures import State
+from traceloom.fleet.store.database import LEADER
+from traceloom.fleet.store.hosts import JobFacts
 
 HOSTS = ("n1", "n2", "n3")
 

@@ -13,9 +13,9 @@ import pytest
 
 from support.strategies import GENERATIONS
 from traceloom.errors import UsageError
-from traceloom.link.host_device import match
+from traceloom.graph.host_match import match
 from traceloom.testing import TraceBuilder
-from traceloom.testing.host_trace import HOST_SCHEMAS, HostTraceBuilder, NestedOp, pair
+from traceloom.testing.host_trace_builder import HOST_SCHEMAS, HostTraceBuilder, NestedOp, pair
 
 OLD = ("2021", "2022", "2023")  # whole microseconds
 NAMES = (

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from traceloom.agent.accelerators import Device, DeviceEvent, DeviceProcess, NotHere, capability
+from traceloom.agent.accelerators.backend import Device, DeviceEvent, DeviceProcess, NotHere, capability
 from traceloom.agent.config import Config
-from traceloom.agent.device_models import device_model
+from traceloom.agent.flops import device_model
 from traceloom.agent.metrics import Reading
 
 AMD = "0x1002"

@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from traceloom.agent.accelerators import Device, DeviceEvent, DeviceProcess, NotHere, capability
+from traceloom.agent.accelerators.backend import Device, DeviceEvent, DeviceProcess, NotHere, capability
 from traceloom.agent.config import Config
-from traceloom.agent.device_models import device_model
+from traceloom.agent.flops import device_model
 from traceloom.agent.metrics import METRICS, Reading
 
 LIMIT_S = 1.5  # of one exporter: below the limit of the back end, so that one that hangs takes none else with it

@@ -1,4 +1,6 @@
-"""Profilers of processes that nobody prepared: attached to, told once, and left as they were.
+"""The same, and memory snapshots, in a process that was attached to.
+
+It lies in a directory of the user's, who may put anything there. While it is there the order stands.
 
 The evidence of each state: our text is scheduled in the process (delivered), it says that it records (accepted), the
 file has its name (written), and is what was asked for (verified).
@@ -8,19 +10,123 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import stat
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import msgspec
 
 from traceloom.agent import worker
-from traceloom.agent.attach.orders import OrderFile, OrderNews
-from traceloom.agent.owners import Process
-from traceloom.agent.profilers import ProfilerError, Window
-from traceloom.agent.profilers.timeline import Tell, TimelineOrder, keep, kept
-from traceloom.agent.registry import process_state
-from traceloom.agent.requests.leases import Leases
+from traceloom.agent.kineto.server import process_state
+from traceloom.agent.ownership.model import Process
+from traceloom.agent.profilers.base import ProfilerError, Window
+from traceloom.agent.profilers.timeline import Tell, TimelineOrder, keep, map_if_large
+from traceloom.agent.traces.files import drop
+from traceloom.agent.traces.requests import Leases
 from traceloom.errors import TraceloomError
+
+_MOST_BYTES = 1 << 16
+_MOST_DETAIL = 300
+_LATEST_NS = 2**61
+
+
+class OrderNews(msgspec.Struct, frozen=True, kw_only=True):
+    """How far an order is. Times are what the process says, ns of the wall clock; 0: it says none."""
+
+    state: Literal["", "began", "waiting", "ready", "recording", "written", "failed"] = ""
+    slug: str = ""
+    detail: str = ""
+    start_ns: int = 0
+    end_ns: int = 0
+    held_ns: int = 0
+
+
+_NEWS = msgspec.json.Decoder(OrderNews)
+
+
+class OrderFile:
+    """The file of one order; blocks for as long as a small file takes.
+
+    Args:
+        folder: The user's directory.
+        name: Of the result.
+        uid: The user.
+    """
+
+    def __init__(self, folder: Path, name: str, uid: int) -> None:
+        self.folder, self.name, self.uid = folder, name, uid
+
+    def create(self) -> None:
+        """Give the order.
+
+        Raises:
+            FileExistsError: There is one of this name.
+            OSError: It cannot be written.
+        """
+        self._write(f"{self.name}.order", b"")
+
+    def begin(self, at_ns: int) -> None:
+        """Say when it is to begin; errors as of `create`."""
+        self._write(f"{self.name}.begin", str(at_ns).encode())
+
+    def exists(self) -> bool:
+        """Whether it stands."""
+        return os.path.lexists(self.folder / f"{self.name}.order")
+
+    def news(self) -> OrderNews:
+        """The last line that is one; nothing where there is none, or where the file is none of the user's."""
+        try:
+            directory = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                handle = os.open(f"{self.name}.order", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
+            finally:
+                os.close(directory)
+        except OSError:
+            return OrderNews()
+        try:
+            status = os.fstat(handle)
+            if not stat.S_ISREG(status.st_mode) or status.st_uid != self.uid or status.st_nlink != 1:
+                return OrderNews()
+            lines = os.read(handle, _MOST_BYTES).split(b"\n")
+        finally:
+            os.close(handle)
+        for line in reversed(lines[:-1]):
+            try:
+                news = _NEWS.decode(line)
+            except msgspec.DecodeError:
+                continue
+            if all(0 <= time < _LATEST_NS for time in (news.start_ns, news.end_ns, news.held_ns)):
+                return msgspec.structs.replace(news, detail=news.detail[:_MOST_DETAIL])
+        return OrderNews()
+
+    def drop(self) -> None:
+        """Take it back, with all that was written for it."""
+        for name in (f"{self.name}.order", f"{self.name}.begin", self.name):
+            drop(self.folder, name)
+
+    def _write(self, name: str, content: bytes) -> None:
+        directory = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+            handle = os.open(f"{name}.new", flags, 0o600, dir_fd=directory)
+            try:
+                os.write(handle, content)
+                if os.geteuid() != self.uid:
+                    os.fchown(handle, self.uid, -1)
+            finally:
+                os.close(handle)
+            os.link(f"{name}.new", name, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=False)
+        finally:
+            try:
+                os.unlink(f"{name}.new", dir_fd=directory)
+            except FileNotFoundError:
+                pass
+            finally:
+                os.close(directory)
+
 
 _LOOK_S = 0.1
 _AHEAD_S = 1.0  # a process that is ready looks every 50 ms when it is to begin
@@ -223,7 +329,7 @@ class AttachedMemoryProfiler(AttachedProfiler):
         file = OrderFile(order.incoming, order.name(order.attempt), process.uid)
         try:
             news = await self.written(process, window, order.attempt, resumed=False)
-            facts: dict[str, Any] = await kept(
+            facts: dict[str, Any] = await map_if_large(
                 partial(
                     worker.run, "keep-memory", timeout_s=_KEEP_S, folder=str(order.incoming), name=file.name,
                     uid=process.uid, to=str(path), most_bytes=order.most_bytes, most_kept_bytes=order.most_kept_bytes,

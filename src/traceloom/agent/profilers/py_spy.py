@@ -1,16 +1,28 @@
-"""py-spy: looks into Python processes from outside, without stopping them."""
+"""Stacks: one moment, or sampled over a window."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+import re
 import shutil
+import signal
 import sys
+import tempfile
+import time
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
-from traceloom.agent.collect import read
-from traceloom.agent.owners import Process
-from traceloom.agent.profilers import ProfilerError
+import msgspec
+
+from traceloom.agent import worker
+from traceloom.agent.collectors.collector import read
+from traceloom.agent.ownership.model import Process
+from traceloom.agent.profilers.base import ProfilerError, Window
+from traceloom.errors import InputError, TraceloomError
+from traceloom.system.gzip_stream import write_gzip
 
 _HINT_RIGHTS = "run the agent as root, or set kernel.yama.ptrace_scope to 0"
 _ERROR_BYTES = 1 << 16
@@ -120,3 +132,349 @@ async def whole(stream: asyncio.StreamReader, most: int) -> bytes:
         if len(text) <= most:
             text = (text + piece)[: most + 1]
     return text
+
+
+VERSION = 1
+_MAX_DUMP_BYTES = 32 << 20  # 1,000 threads with 100 frames each
+_PYTHON_S, _NATIVE_S = 10.0, 60.0  # how long it may take; native symbols of torch are hundreds of MB
+
+
+class Frame(NamedTuple):
+    """A call: of Python, or native with the library as its file and line 0."""
+
+    function: str
+    file: str
+    line: int
+
+
+class ThreadStack(msgspec.Struct, frozen=True, kw_only=True):
+    """What a thread does; `frames` begin with the outermost call. `id`: as the kernel numbers it."""
+
+    id: int
+    name: str
+    active: bool  # it runs, or waits for the interpreter
+    frames: tuple[Frame, ...]
+
+
+class StackDump(msgspec.Struct, frozen=True, kw_only=True):
+    """All threads of a process at one moment: the content of `rank<N>.dump.json`."""
+
+    format: str = "traceloom-dump"
+    version: int = VERSION
+    time_ns: int
+    pid: int
+    rank: int | None
+    native: bool
+    threads: tuple[ThreadStack, ...]
+
+
+class _Frame(msgspec.Struct):
+    name: str
+    filename: str
+    line: int
+
+
+class _DumpedThread(msgspec.Struct):
+    thread_id: int
+    active: bool
+    frames: list[_Frame]
+    thread_name: str | None = None
+    os_thread_id: int | None = None
+
+
+_THREADS = msgspec.json.Decoder(list[_DumpedThread])
+
+
+async def accept_entries(process: Process, *, native: bool = False) -> StackDump:
+    """Look at a process once. Python alone does not stop it; `native` does, for as long as the look takes.
+
+    Raises:
+        ProfilerError: `no-py-spy`, `not-permitted`, `not-python`, `exited`, `py-spy-failed`.
+    """
+    how = "--native" if native else "--nonblocking"
+    limit_s = _NATIVE_S if native else _PYTHON_S
+    text = await said(process, "dump", "--json", "--full-filenames", how, seconds=limit_s, most_bytes=_MAX_DUMP_BYTES)
+    at_ns = time.time_ns()
+    try:
+        threads = await asyncio.to_thread(_THREADS.decode, text)
+    except msgspec.DecodeError as error:
+        raise ProfilerError(f"what py-spy says is not understood: {error}", slug="py-spy-failed") from error
+    return StackDump(
+        time_ns=at_ns, pid=process.pid, rank=process.owner.rank, native=native,
+        threads=tuple(
+            ThreadStack(
+                id=thread.os_thread_id or thread.thread_id, name=thread.thread_name or "", active=thread.active,
+                frames=tuple(Frame(frame.name, frame.filename, frame.line) for frame in reversed(thread.frames)),
+            )
+            for thread in threads
+        ),
+    )  # fmt: skip
+
+
+class DumpProfiler:
+    """The profiler `dump`: the stacks of the moment at which the window begins.
+
+    Args:
+        native: C and C++ too; the process stands still meanwhile.
+    """
+
+    name = "dump"
+
+    def __init__(self, *, native: bool = False) -> None:
+        self.native = native
+
+    def resources(self, process: Process) -> frozenset[str]:
+        """It traces the process where native calls are wanted."""
+        return frozenset({f"ptrace:{process.pid}"} if self.native else ())
+
+    async def record(self, process: Process, window: Window, directory: Path, stem: str) -> list[Path]:
+        """Writes `STEM.dump.json`.
+
+        Raises:
+            ProfilerError: As `take`.
+        """
+        await asyncio.sleep(max(0.0, (window.start_ns - time.time_ns()) / 1e9))
+        return [await asyncio.to_thread(write, await accept_entries(process, native=self.native), directory, stem)]
+
+
+def write(dump: StackDump, directory: Path, stem: str) -> Path:
+    """Put a dump into a new file `STEM.dump.json` of a directory; errors as of `new_file`."""
+    return new_file(directory / f"{stem}.dump.json", msgspec.json.encode(dump))
+
+
+def new_file(path: Path, content: bytes) -> Path:
+    """Write a file that is not there yet.
+
+    Raises:
+        ProfilerError: `cannot-write`.
+    """
+    try:
+        with path.open("xb") as file:
+            file.write(content)
+    except OSError as error:
+        raise ProfilerError(
+            f"the file cannot be written: {(error.strerror or str(error)).lower()}",
+            slug="cannot-write",
+            where=str(path),
+        ) from error
+    return path
+
+
+_LEAD_S = 0.5  # it is started so long before the window, as it first reads the process's libraries
+_READY_S = 30.0
+_END_S = 60.0
+_LONGEST_S = 600.0  # of steps that nobody knows the duration of
+_TICK_NS = int(time.clock_getres(5) * 1e9)  # of CLOCK_REALTIME_COARSE, which file systems take their times from
+
+
+class _Sampled(NamedTuple):
+    """What puts py-spy's file onto the wall clock, and the threads that were there at its end (`chrome_stacks`)."""
+
+    began_ns: int
+    opened_ns: int
+    threads: list[int]
+
+
+class StacksProfiler:
+    """The profiler `stacks`.
+
+    A sample is a stack and the time for which it was seen again and again; between two looks nothing is known. Times
+    are those of py-spy's own clock; the instant at which it opened its file puts them onto the wall clock.
+
+    Args:
+        rate: Looks per second.
+        native: C and C++ too; the process stands still for every look.
+    """
+
+    name = "stacks"
+
+    def __init__(self, *, rate: int = 100, native: bool = False) -> None:
+        self.rate = rate
+        self.native = native
+
+    def resources(self, process: Process) -> frozenset[str]:
+        """It traces the process where native calls are wanted; else it only reads its memory."""
+        return frozenset({f"ptrace:{process.pid}"} if self.native else ())
+
+    async def record(self, process: Process, window: Window, directory: Path, stem: str) -> list[Path]:
+        """Writes `STEM.stacks.json.gz`; of a process that ends in the window, what it did until then.
+
+        Raises:
+            ProfilerError: `no-duration`; as of `py_spy`; `cannot-write`, `task-failed`.
+        """
+        over, start_ns = window.over(), max(window.start_ns, time.time_ns())
+        with tempfile.TemporaryDirectory(prefix="traceloom-stacks-") as name:
+            try:
+                await asyncio.sleep(max(0.0, (window.start_ns - time.time_ns()) / 1e9 - _LEAD_S))
+                clock = await self._sample(process, over, window.duration_s, Path(name))
+                end_ns = time.time_ns()
+                if window.measured is not None or over.done():  # else the process has ended
+                    start_ns, end_ns = await over
+            finally:
+                over.cancel()
+            convert = partial(
+                worker.run, "stacks", source=f"{name}/samples", target=f"{name}/stacks", pid=process.pid,
+                rank=process.owner.rank, start_ns=start_ns, end_ns=end_ns, rate=self.rate,
+                began_ns=clock.began_ns, opened_ns=clock.opened_ns, threads=clock.threads,
+            )  # fmt: skip
+            try:
+                await asyncio.to_thread(convert)
+            except TraceloomError as error:
+                raise ProfilerError(error.message, slug=error.slug) from error
+            content = await asyncio.to_thread(Path(name, "stacks").read_bytes)
+        return [await asyncio.to_thread(new_file, directory / f"{stem}.stacks.json.gz", content)]
+
+    async def _sample(
+        self, process: Process, over: asyncio.Future[tuple[int, int]], seconds: float | None, directory: Path
+    ) -> _Sampled:
+        """Let py-spy write `samples` until then; what is needed to put its clock onto the wall clock."""
+        # It ends by itself should the agent be killed meanwhile.
+        longest_s = math.ceil(_LEAD_S + (_LONGEST_S if seconds is None else seconds) + _READY_S)
+        spy = PySpy(
+            process, "record", "--format", "chrometrace", "--threads", "--idle", "--full-filenames",
+            "--native" if self.native else "--nonblocking", "--rate", str(self.rate), "--duration", str(longest_s),
+            "--output", str(directory / "samples"),
+        )  # fmt: skip
+        await asyncio.to_thread(directory.stat)  # kernels since 6.13 give the next change after it its exact time
+        began_ns = time.time_ns()
+        async with spy as running:
+            assert running.stdout is not None
+            assert running.stderr is not None
+            errors = asyncio.create_task(whole(running.stderr, 1 << 16))
+            try:
+                if await asyncio.wait_for(running.stdout.readline(), _READY_S):  # it looks at the process now
+                    spy.check()
+                ends: list[asyncio.Future[int] | asyncio.Future[tuple[int, int]]]
+                ends = [over, asyncio.ensure_future(running.wait())]
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                ends[1].cancel()
+                threads = await asyncio.to_thread(_threads, process.pid)
+                with contextlib.suppress(ProcessLookupError):
+                    running.send_signal(signal.SIGINT)  # it writes what it has
+                await asyncio.wait_for(running.wait(), _END_S)
+                text = await errors
+            except (asyncio.TimeoutError, TimeoutError) as error:
+                raise ProfilerError(
+                    f"py-spy did not end its look at process {process.pid}", slug="py-spy-failed"
+                ) from error
+            finally:
+                errors.cancel()
+        if running.returncode:
+            raise spy.failure(text)
+        opened_ns = (await asyncio.to_thread(directory.stat)).st_mtime_ns + _TICK_NS // 2
+        return _Sampled(began_ns, opened_ns, threads)
+
+
+def _threads(pid: int) -> list[int]:
+    """The threads that a process has now; none where it has ended."""
+    try:
+        return [int(thread.name) for thread in Path(f"/proc/{pid}/task").iterdir()]
+    except OSError:
+        return []
+
+
+_MOST_BYTES = 256 << 20
+_THREAD = re.compile(r"thread \((?:0x([0-9A-Fa-f]{1,16})|([0-9]{1,19}))\)(?:: (.*))?", re.DOTALL)
+
+
+class _Place(msgspec.Struct):
+    filename: str = ""
+    line: int = 0
+
+
+class _Event(msgspec.Struct):
+    name: str
+    ph: str
+    tid: int
+    ts: int  # us since py-spy began
+    args: _Place
+
+
+class _Run(NamedTuple):
+    """A stack that was seen again and again: ns since py-spy began, the number of its thread, frames by number."""
+
+    start: int
+    end: int
+    thread: int
+    frames: tuple[int, ...]
+
+
+def convert(
+    source: str, target: str, *, pid: int, rank: int | None, start_ns: int, end_ns: int, rate: int,
+    began_ns: int, opened_ns: int, threads: list[int],
+) -> None:  # fmt: skip
+    """Write the stacks file of a window.
+
+    py-spy ends what is still open when it opens its file, which is the last time in it; so the wall clock at which the
+    file came into being says when its clock began, whatever the machine did meanwhile.
+
+    Args:
+        source: py-spy's file.
+        target: The one to write.
+        pid: Of the process.
+        rank: Of it.
+        start_ns: Beginning of the window, wall clock.
+        end_ns: Its end.
+        rate: Looks per second.
+        began_ns: Wall clock before py-spy was started: its clock began later.
+        opened_ns: Wall clock when it opened its file.
+        threads: Those that the process still had at the end. Of others it is not known when they ended: their last
+            stack counts for one look.
+
+    Raises:
+        InputError: `py-spy-failed`: it is no such file, or too large.
+    """
+    if Path(source).stat().st_size > _MOST_BYTES:
+        raise InputError("the recorded stacks are larger than anybody reads", slug="py-spy-failed")
+    try:
+        events = msgspec.json.decode(Path(source).read_bytes(), type=list[_Event])
+    except msgspec.DecodeError as error:
+        raise InputError(f"what py-spy wrote is not understood: {error}", slug="py-spy-failed") from error
+    base_ns = max(began_ns, opened_ns - max((event.ts for event in events), default=0) * 1000)
+    named, frames, runs = _runs(events)
+    last = {run.thread: run for run in runs}
+    period_ns = 10**9 // rate
+    samples = []
+    for run in sorted(runs):
+        ended = run is last[run.thread] and named[run.thread][0] not in threads
+        first = max(base_ns + run.start, start_ns)
+        length = min(base_ns + (run.start + period_ns if ended else run.end), end_ns) - first
+        if length > 0:
+            samples.append([first, run.thread, length, run.frames])
+    document = {
+        "format": "traceloom-stacks", "version": VERSION, "pid": pid, "rank": rank, "rate": rate,
+        "threads": [
+            {"id": number, "name": name or ("MainThread" if number == pid else "")} for number, name in named
+        ],
+        "frames": frames, "samples": samples,
+    }  # fmt: skip
+    content = msgspec.json.encode(document)
+    write_gzip(Path(target), lambda file: file.write(content), gzip=True)
+
+
+def _runs(events: list[_Event]) -> tuple[list[tuple[int, str]], list[Frame], list[_Run]]:
+    """Threads (number of the kernel, name), frames, and what was seen of each thread."""
+    threads: dict[int, int] = {}
+    named: list[tuple[int, str]] = []
+    numbers: dict[Frame, int] = {}
+    runs: list[_Run] = []
+    stacks: dict[int, list[int]] = {}
+    since: dict[int, int] = {}
+    for event in events:
+        at = event.ts * 1000
+        stack = stacks.setdefault(event.tid, [])
+        thread = threads.get(event.tid)
+        if stack and thread is not None and at > since[event.tid]:
+            runs.append(_Run(since[event.tid], at, thread, tuple(stack)))
+        since[event.tid] = at
+        if event.ph == "B":
+            if match := _THREAD.fullmatch(event.name) if not event.args.filename else None:
+                if event.tid not in threads:
+                    threads[event.tid] = len(named)
+                    named.append((int(match[1], 16) if match[1] else int(match[2]), match[3] or ""))
+            else:
+                frame = Frame(event.name, event.args.filename, event.args.line)
+                stack.append(numbers.setdefault(frame, len(numbers)))
+        else:
+            del stack[-1:]  # of the thread itself, which ends last, nothing is left to delete
+    return named, list(numbers), runs

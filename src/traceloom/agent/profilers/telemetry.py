@@ -13,11 +13,11 @@ from pathlib import Path
 import msgspec
 from isal import igzip
 
-from traceloom.agent.board import Board, Sheet
+from traceloom.agent.collectors.scheduler import Scheduler
 from traceloom.agent.metrics import METRICS, Series
-from traceloom.agent.owners import Process
-from traceloom.agent.profilers import ProfilerError, Window
-from traceloom.agent.scheduler import Scheduler
+from traceloom.agent.ownership.model import Process
+from traceloom.agent.profilers.base import ProfilerError, Window
+from traceloom.agent.snapshot import Board, Sheet
 
 VERSION = 1
 _MOST_VALUES = 4_000_000  # 64 MB: 1,000 series for more than six minutes

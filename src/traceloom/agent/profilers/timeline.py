@@ -19,12 +19,12 @@ from typing import Any, Protocol
 import msgspec
 
 from traceloom.agent import worker
-from traceloom.agent.ipc.configuration import TraceConfiguration
-from traceloom.agent.owners import Process
-from traceloom.agent.profilers import ProfilerError, Window
-from traceloom.agent.registry import Offer, ProfilerClient, ProfilerRegistry, is_alive
-from traceloom.agent.requests.model import State
-from traceloom.agent.requests.places import drop
+from traceloom.agent.kineto.protocol import TraceConfiguration
+from traceloom.agent.kineto.server import Offer, ProfilerClient, ProfilerRegistry, is_alive
+from traceloom.agent.ownership.model import Process
+from traceloom.agent.profilers.base import ProfilerError, Window
+from traceloom.agent.traces.files import drop
+from traceloom.agent.traces.requests import State
 from traceloom.errors import TraceloomError
 
 # libkineto looks at a start time a second or two after it was told, and drops one that has passed; what it drops so it
@@ -354,10 +354,10 @@ async def keep(  # noqa: PLR0917  (of one try)
         most_result_bytes=order.most_result_bytes, trace_id=order.trace_id, start_ns=start_ns,
         duration_s=seconds, steps=window.steps,
     )  # fmt: skip
-    return await kept(task)
+    return await map_if_large(task)
 
 
-async def kept(task: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+async def map_if_large(task: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Run a task of keeping in a thread; the facts of the kept file, or the fault as an error."""
     try:
         facts = await asyncio.to_thread(task)

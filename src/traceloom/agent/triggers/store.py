@@ -1,4 +1,4 @@
-"""What triggers have spent, on disk (SQLite): budgets and cooldowns hold across restarts of the agent."""
+"""Charges of past requests, budgets per window, kept over a restart."""
 
 from __future__ import annotations
 
@@ -6,13 +6,250 @@ import contextlib
 import logging
 import sqlite3
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
-from traceloom.agent.databases import is_damage, opened, put_aside
-from traceloom.agent.triggers.ledger import Charge
+from traceloom.agent.config import OWNER_LABELS, TriggerBudget, TriggerRule
+from traceloom.agent.database import is_damage, opened, put_aside
+from traceloom.agent.ownership.model import Process
+from traceloom.agent.snapshot import Board
+from traceloom.agent.steps import Steps
+from traceloom.system.units import duration, size
+
+
+class TriggerRefusal(NamedTuple):
+    """Why a rule traces nobody: a slug, and the sentence."""
+
+    reason: str
+    detail: str
+
+
+class TriggerTarget(NamedTuple):
+    """Processes of one user that are to be traced together. `key`: the job, or the process where it has none.
+
+    The name of a job is nobody's own: another user's of the same name is another target. `uid`: -1: nobody is left.
+    """
+
+    uid: int
+    key: str
+    processes: tuple[Process, ...]
+    refusal: TriggerRefusal | None = None
+
+
+class ProcessIndex:
+    """The board's processes by job, device and cgroup, so that what a rule sees finds those that it is about.
+
+    Args:
+        board: Whose processes are replaced as a whole when they are looked at again.
+    """
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self._processes: Mapping[str, Process] | None = None
+        self._by: dict[tuple[str, str], list[Process]] = {}
+
+    def concerned(self, labels: Mapping[str, str]) -> list[Process]:
+        """The processes that labels name, as `Firing` has them."""
+        if "process" in labels:
+            process = self._board.processes.get(labels["process"])
+            return [process] if process is not None else []
+        if "device" in labels:
+            whole = labels["device"]
+            parts = [uuid for uuid, device in self._board.devices.items() if device.parent == whole]
+            members = [process for uuid in (whole, *parts) for process in self._of("device", uuid)]
+            return list({process.key: process for process in members}.values())
+        if "cgroup" in labels:
+            return self._of("cgroup", labels["cgroup"])
+        if "job" in labels:
+            rank = labels.get("rank")
+            members = self._of("job", labels["job"])
+            # A process may have told its rank with its steps, and nothing else knows it.
+            of_rank = [each for each in members if _rank(each) == rank] or [each for each in members if not _rank(each)]
+            return of_rank if rank else members
+        return list(self._board.processes.values())
+
+    def of_job(self, uid: int, job: str) -> list[Process]:
+        """The processes of a job that are a user's."""
+        return [process for process in self._of("job", job) if process.uid == uid]
+
+    def _of(self, label: str, value: str) -> list[Process]:
+        if self._processes is not self._board.processes:
+            self._processes, self._by = self._board.processes, {}
+            for process in self._processes.values():
+                devices = dict.fromkeys((*process.devices, *process.owner.devices))
+                for key in (
+                    ("job", process.owner.job),
+                    ("cgroup", process.cgroup),
+                    *(("device", uuid) for uuid in devices),
+                ):
+                    self._by.setdefault(key, []).append(process)
+        return self._by.get((label, value), [])
+
+
+def owned_so(processes: Iterable[Process], where: Mapping[str, str]) -> list[Process]:
+    """Those whose owner is as `where` says."""
+    wanted = {label: value for label, value in where.items() if label in OWNER_LABELS}
+    return [
+        each
+        for each in processes
+        if all((_rank(each) if label == "rank" else getattr(each.owner, label)) == wanted[label] for label in wanted)
+    ]
+
+
+def chosen(
+    rule: TriggerRule, processes: Iterable[Process], index: ProcessIndex, polling: Collection[str], steps: Steps
+) -> Iterator[TriggerTarget]:
+    """Whom a rule traces where something is about these processes.
+
+    Args:
+        rule: Says which of them.
+        processes: Those that it is about.
+        index: Has the others of their jobs.
+        polling: Keys of processes whose PyTorch asks for traces.
+        steps: How fast they step.
+    """
+    groups: dict[tuple[int, str], list[Process]] = {}
+    for process in _without_launchers(list(processes)):
+        job = process.owner.job
+        of_job = bool(job) and rule.target != "process"
+        groups.setdefault((process.uid, job if of_job else process.key), []).append(process)
+    for (uid, key), members in groups.items():
+        some = members
+        if members[0].owner.job == key:
+            some = index.of_job(uid, key)
+        some = _without_launchers(some)
+        if "timeline" in rule.profilers:
+            some = [each for each in some if each.key in polling]
+        if not some:
+            yield TriggerTarget(uid, key, (), TriggerRefusal("not-registered", "its PyTorch does not ask for traces"))
+        elif rule.target == "slowest-and-median":
+            yield _slowest_and_median(rule, uid, key, some, steps)
+        else:
+            yield TriggerTarget(uid, key, tuple(some))
+
+
+def _without_launchers(processes: list[Process]) -> list[Process]:
+    """Without those that have no rank while others of their job have one."""
+    ranked = {each.owner.job for each in processes if each.owner.rank is not None}
+    return [each for each in processes if each.owner.rank is not None or each.owner.job not in ranked]
+
+
+def _slowest_and_median(rule: TriggerRule, uid: int, key: str, processes: list[Process], steps: Steps) -> TriggerTarget:
+    measured: list[tuple[float, str]] = []
+    for process in processes:
+        lately = steps.lately(process.key)
+        if lately is None:
+            continue
+        amount = lately.seconds if rule.ranks_by == "steps" else lately.waited
+        if amount is not None:
+            measured.append((amount / lately.number, process.key))
+    if not measured:
+        what = "steps" if rule.ranks_by == "steps" else "waits for the data loader"
+        return TriggerTarget(
+            uid, key, (), TriggerRefusal("no-steps", f"{what} of its ranks are not known, so none is the slowest")
+        )
+    measured.sort()
+    keys = {measured[-1][1], measured[(len(measured) - 1) // 2][1]}
+    return TriggerTarget(uid, key, tuple(process for process in processes if process.key in keys))
+
+
+def _rank(process: Process) -> str:
+    return "" if process.owner.rank is None else str(process.owner.rank)
+
+
+DAY_NS = 86_400 * 10**9
+_YOUNG_NS = 3600 * 10**9  # a process that is younger may be traced as long as one of this age
+
+
+class Charge(msgspec.Struct, kw_only=True):
+    """What a request of a rule costs a process: seconds traced and bytes kept; until it is `settled`, at most."""
+
+    request: str
+    process: str
+    rule: str
+    uid: int
+    target: str
+    at_ns: int
+    seconds: float
+    bytes: int
+    settled: bool = False
+
+
+class TriggerLedger:
+    """All charges that still count.
+
+    Args:
+        budget: What may be spent.
+    """
+
+    def __init__(self, budget: TriggerBudget) -> None:
+        self._budget = budget
+        self.charges: list[Charge] = []  # oldest first
+        self._fired: dict[tuple[str, int, str], int] = {}  # rule, user and target -> when last
+
+    def add(self, charges: Iterable[Charge], now_ns: int) -> None:
+        """Take charges; those of the future, as a clock that was set back leaves them, are of now."""
+        for charge in charges:
+            charge.at_ns = min(charge.at_ns, now_ns)
+            self.charges.append(charge)
+            key = (charge.rule, charge.uid, charge.target)
+            self._fired[key] = max(charge.at_ns, self._fired.get(key, 0))
+        self.charges.sort(key=lambda charge: charge.at_ns)
+
+    def forget(self, before_ns: int) -> list[Charge]:
+        """Drop settled charges of before an instant, at least a day ago; those that were dropped."""
+        gone = [charge for charge in self.charges if charge.settled and charge.at_ns < before_ns]
+        if gone:
+            self.charges = [charge for charge in self.charges if not charge.settled or charge.at_ns >= before_ns]
+            self._fired = {key: at_ns for key, at_ns in self._fired.items() if at_ns >= before_ns}
+        return gone
+
+    def cooling(self, rule: str, uid: int, target: str, cooldown_s: float, now_ns: int) -> float:
+        """Seconds until the rule may trace the target of a user again; 0.0 where it may."""
+        fired_ns = self._fired.get((rule, uid, target))
+        return 0.0 if fired_ns is None else max(0.0, cooldown_s - (now_ns - fired_ns) / 1e9)
+
+    def refusal(
+        self, processes: Sequence[Process], seconds: Mapping[str, float], files: int, now_ns: int
+    ) -> TriggerRefusal | None:
+        """Why processes cannot be traced for so long (by key), with so many files each; None where they can."""
+        for process in processes:
+            more = seconds[process.key]
+            spent = sum(charge.seconds for charge in self._counting(now_ns) if charge.process == process.key)
+            age_ns = min(max(now_ns - process.started_ns, _YOUNG_NS), DAY_NS)
+            allowed = self._budget.share * age_ns / 1e9
+            if spent + more > allowed:
+                return TriggerRefusal(
+                    "budget-share",
+                    f"process {process.pid} was traced for {_text(spent)} of the last day, and {_text(more)} more "
+                    f"are above the {_text(allowed)} that `trigger_budget.share` allows",
+                )  # fmt: skip
+        wanted, left = self.reserve(len(processes) * files), self.bytes_left(now_ns)
+        if wanted > left:
+            return TriggerRefusal(
+                "budget-bytes",
+                f"{size(wanted)} are to be set aside, and {size(max(left, 0))} of `trigger_budget.mb_per_day` are left",
+            )
+        return None
+
+    def reserve(self, files: int) -> int:
+        """Bytes that so many files have at most."""
+        return files * int(self._budget.mb_per_trace * 1e6)
+
+    def bytes_left(self, now_ns: int) -> int:
+        """What may be kept now; what runs counts with what it may have."""
+        return int(self._budget.mb_per_day * 1e6) - sum(charge.bytes for charge in self._counting(now_ns))
+
+    def _counting(self, now_ns: int) -> Iterable[Charge]:
+        return (charge for charge in self.charges if charge.at_ns > now_ns - DAY_NS or not charge.settled)
+
+
+def _text(seconds: float) -> str:
+    return duration(int(seconds * 1e9))
+
 
 LOG = logging.getLogger("traceloom.agent")
 VERSION = 1

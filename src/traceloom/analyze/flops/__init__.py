@@ -10,24 +10,13 @@ Conventions: a multiply-add counts 2; causal attention counts the pairs that the
 from its own recorded inputs; bytes are the least traffic, every operand once. See docs/concepts/roofline.md.
 """
 
-from traceloom.analyze.flops import (
-    attention,
-    convolution,
-    elementwise,
-    gemm,
-    inductor,
-    losses,
-    movement,
-    normalisation,
-    optimizers,
-    reduction,
-    serving,
-)
-from traceloom.analyze.flops.call import Call, Tensor, Unknown
-from traceloom.analyze.flops.registry import MODELS, Registry, Work
+from traceloom.analyze.flops import attention, movement, pointwise, products, serving
+from traceloom.analyze.flops import movement as reduction
+from traceloom.analyze.flops import serving as inductor
+from traceloom.analyze.flops.registry import MODELS, Call, Registry, Tensor, Unknown, Work
 
 BUILT_IN = (
-    gemm, convolution, attention, normalisation, losses, elementwise, reduction, movement, optimizers, serving,
+    products, products, attention, pointwise, pointwise, pointwise, reduction, movement, pointwise, serving,
     inductor,
 )  # fmt: skip
 """The modules whose models come with Traceloom."""

@@ -6,8 +6,7 @@ import re
 
 from msgspec import Struct
 
-from traceloom.analyze.flops.call import Call, Tensor, Unknown
-from traceloom.analyze.flops.registry import MODELS, Work
+from traceloom.analyze.flops.registry import MODELS, Call, Tensor, Unknown, Work
 
 FAMILY, PAGED = "attention", "paged attention"
 

@@ -75,7 +75,7 @@ def _begin():
             module = module_from_spec(spec)
             sys.modules["traceloom"] = module
             spec.loader.exec_module(module)
-        from traceloom.capture.inject import begin
+        from traceloom.capture.attach import begin
 
         begin()
     except Exception as error:

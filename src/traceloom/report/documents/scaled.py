@@ -2,8 +2,8 @@
 
 from typing import TypedDict
 
-from traceloom.model.notice import NoticeFields
 from traceloom.report.documents.head import DocumentHead
+from traceloom.trace.notice import NoticeFields
 
 
 class StepQuantileRow(TypedDict):

@@ -2,7 +2,7 @@
 
 from typing import Literal, TypedDict
 
-from traceloom.model.notice import NoticeFields
+from traceloom.trace.notice import NoticeFields
 
 
 class WorkloadRankRow(TypedDict):

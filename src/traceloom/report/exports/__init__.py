@@ -1,1 +1,1 @@
-"""A run in the formats of other tools: Perfetto, speedscope."""
+"""Files for other viewers."""

@@ -16,11 +16,11 @@ import polars as pl
 
 from traceloom import __version__
 from traceloom.analyze.ancestry import forest
-from traceloom.analyze.call_tree import call_tree
-from traceloom.analyze.flame import flame, thread_names
-from traceloom.analyze.frames import places
-from traceloom.array_types import Ints
-from traceloom.model import Session, Trace
+from traceloom.analyze.flame import call_tree, flame, thread_names
+from traceloom.analyze.host_events import places
+from traceloom.trace.array_types import Ints
+from traceloom.trace.session import Session
+from traceloom.trace.trace import Trace
 
 SCHEMA = "https://www.speedscope.app/file-format-schema.json"
 _AT_ONCE = 1 << 18  # opened and closed frames that are spelled at once

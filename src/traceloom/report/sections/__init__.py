@@ -65,11 +65,49 @@ FAILED = "could not be worked out"
 @cache
 def section_of(key: str) -> Section[Any, Any]:
     """The section of a key."""
-    loaded: Section[Any, Any] = importlib.import_module(f"{__name__}.{_MODULES.get(key, key)}").SECTION
+    module, _, name = _SECTIONS[key].partition(":")
+    loaded: Section[Any, Any] = getattr(importlib.import_module(module), name)
     return loaded
 
 
-_MODULES = {"compile": "compiled"}  # whose name a key cannot be
+_SECTIONS = {
+    "breakdown": "traceloom.report.sections.device_time:SECTION",
+    "steps": "traceloom.report.sections.steps:SECTION",
+    "idle": "traceloom.report.sections.device_time:IDLE_SECTION",
+    "host": "traceloom.report.sections.host:HOST_SECTION",
+    "kernels": "traceloom.report.sections.kernels:KERNELS_SECTION",
+    "operators": "traceloom.report.sections.kernels:OPERATORS_SECTION",
+    "modules": "traceloom.report.sections.modules:MODULES_SECTION",
+    "communication": "traceloom.report.sections.collectives:COMMUNICATION_SECTION",
+    "memory": "traceloom.report.sections.memory:MEMORY_SECTION",
+    "data_loading": "traceloom.report.sections.host:DATA_LOADING_SECTION",
+    "memory_owners": "traceloom.report.sections.memory:SECTION",
+    "per_step": "traceloom.report.sections.steps:PER_STEP_SECTION",
+    "kinds": "traceloom.report.sections.kernels:SECTION",
+    "kernel_shapes": "traceloom.report.sections.kernels:KERNEL_SHAPES_SECTION",
+    "copies": "traceloom.report.sections.copies:SECTION",
+    "counters": "traceloom.report.sections.copies:COUNTERS_SECTION",
+    "critical_path": "traceloom.report.sections.critical_path:SECTION",
+    "idle_gaps": "traceloom.report.sections.device_time:IDLE_GAPS_SECTION",
+    "launches": "traceloom.report.sections.launches:SECTION",
+    "graph_launches": "traceloom.report.sections.launches:GRAPH_LAUNCHES_SECTION",
+    "patterns": "traceloom.report.sections.patterns:SECTION",
+    "roofline": "traceloom.report.sections.roofline:SECTION",
+    "flame": "traceloom.report.sections.modules:SECTION",
+    "blocking_calls": "traceloom.report.sections.host:SECTION",
+    "threads": "traceloom.report.sections.host:THREADS_SECTION",
+    "compile": "traceloom.report.sections.compiled:SECTION",
+    "collectives": "traceloom.report.sections.collectives:SECTION",
+    "groups": "traceloom.report.sections.collectives:GROUPS_SECTION",
+    "rank_matrix": "traceloom.report.sections.collectives:RANK_MATRIX_SECTION",
+    "across_ranks": "traceloom.report.sections.ranks:SECTION",
+    "slow_steps": "traceloom.report.sections.steps:SLOW_STEPS_SECTION",
+    "imbalance": "traceloom.report.sections.ranks:IMBALANCE_SECTION",
+    "pipeline": "traceloom.report.sections.ranks:PIPELINE_SECTION",
+    "anti_patterns": "traceloom.report.sections.patterns:ANTI_PATTERNS_SECTION",
+    "inference": "traceloom.report.sections.inference:SECTION",
+}
+"""Module and name of each section; none is loaded before it is asked for."""
 
 
 def core() -> tuple[Section[Any, Any], ...]:

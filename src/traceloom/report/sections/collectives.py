@@ -1,26 +1,39 @@
-"""What every collective moved, how fast, and how much of it held compute up."""
+"""Collectives, groups, traffic matrix."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import polars as pl
 
-from traceloom.analyze.across.rank_part import RankPart
-from traceloom.analyze.collective.bandwidth import against_peak
-from traceloom.analyze.collective.calls import WhereType
-from traceloom.analyze.collective.collectives import CALL_SCHEMA
-from traceloom.model import units
-from traceloom.model.frames import as_declared, schema
-from traceloom.report.absent import Absent
-from traceloom.report.sections.of_ranks import NO_CALLS, RanksSection, calls_of
-from traceloom.report.sections.section import Study, table
-from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Table
+from traceloom import analyze
+from traceloom.analyze.bandwidth import set_peak
+from traceloom.analyze.collectives import CALL_SCHEMA, KEYS, WhereType
+from traceloom.analyze.groups import EXCHANGE_SCHEMA, GROUP_SCHEMA, MATRIX_SCHEMA
+from traceloom.analyze.rank_summary import RankPart
+from traceloom.report.document import Col, Part, Table, UnknownValues
+from traceloom.report.figure import heat_map
+from traceloom.report.sections.ranks import NO_CALLS, RanksSection, calls_of
+from traceloom.report.sections.section import (
+    Columns,
+    CoreSection,
+    Measurements,
+    RankMeasurements,
+    rank_column,
+    sum_as_text,
+    table,
+)
+from traceloom.system import units
+from traceloom.trace.frames import cast_to_schema, schema
 
 if TYPE_CHECKING:
-    from traceloom.report.documents.sections import CollectivesValue
+    from traceloom.report.documents import ReportDocument
+    from traceloom.report.documents.report import CommunicationValue
+    from traceloom.report.documents.sections import CollectivesValue, GroupsRow, RankMatrixValue
+
 
 _LONGEST = 100
 _KEYS = ("where", "kind", "backend", "group_size", "size_bytes")
@@ -85,10 +98,10 @@ class CollectivesSection(RanksSection["CollectivesValue"]):
     others = {"call_count": {"type": "integer"}}
     unknown = {"": NO_CALLS}
 
-    def build(self, study: Study[RankPart], absent: Absent) -> CollectivesValue:
+    def build(self, study: Measurements[RankPart], absent: UnknownValues) -> CollectivesValue:
         calls = calls_of(study.results)
         if study.options.link_peak is not None:
-            calls = against_peak(calls, study.options.link_peak)
+            calls = set_peak(calls, study.options.link_peak)
         # One row per place, kind, back end, group size and message size, over all ranks.
         duration = pl.col("duration_ns")
         members = pl.col("members").cast(pl.List(pl.String)).list.join(",")
@@ -122,7 +135,7 @@ class CollectivesSection(RanksSection["CollectivesValue"]):
             pl.col("ns").max().alias("max_step_ns"),
         )
         joined = sums.join(spread, on=list(_KEYS), how="left", nulls_equal=True, maintain_order="left")
-        summary = joined.pipe(as_declared, _SUMMARY)
+        summary = joined.pipe(cast_to_schema, _SUMMARY)
         summary = summary.sort("total_ns", "kind", "size_bytes", descending=[True, False, False], nulls_last=True)
         longest = calls.sort("duration_ns", "start_ns", descending=[True, False]).head(_LONGEST).select(list(_CALLS))
         if not calls.height:
@@ -148,7 +161,7 @@ class CollectivesSection(RanksSection["CollectivesValue"]):
         total = sum(row["total_ns"] for row in by_kind)
         top = by_kind[0]
         size = f" of {units.size(top['size_bytes'])}" if top["size_bytes"] else ""
-        text = f"{units.counted(value['call_count'], 'call')}, {units.duration(total)} over all ranks"
+        text = f"{units.count_of(value['call_count'], 'call')}, {units.duration(total)} over all ranks"
         device = [(ns, row["total_ns"]) for row in by_kind if (ns := row["exposed_ns"]) is not None]
         if device:
             exposed, of_device = (sum(times) for times in zip(*device, strict=True))
@@ -157,3 +170,199 @@ class CollectivesSection(RanksSection["CollectivesValue"]):
 
 
 SECTION = CollectivesSection()
+
+
+class CommunicationSection(CoreSection):
+    """Collectives by kind and group."""
+
+    key, title = "communication", "Communication"
+    note = "Collectives by kind and group."
+    path = "communication.collectives"
+
+    def build(self, study: Measurements[RankMeasurements], absent: UnknownValues) -> CommunicationValue:
+        """Collectives by kind, group, type and place, and what they cost every rank."""
+        optional = pl.col("bytes", "exposed_ns")
+        collectives = (
+            pl.concat([rank.communication.collectives for rank in study.results])
+            .group_by(*KEYS, maintain_order=True)
+            .agg(
+                pl.col("count", "total_ns").sum(),
+                pl.col("min_ns").min(),
+                pl.col("max_ns").max(),
+                pl.when(optional.is_not_null().any()).then(optional.sum()),
+                ranks=pl.len(),
+            )
+            .with_columns(mean_ns=pl.col("total_ns") // pl.col("count"))
+            .sort("total_ns", descending=True, maintain_order=True)
+        )
+        return {
+            "collectives": absent.listed(collectives, "communication.collectives"),
+            "ranks": [
+                {
+                    "rank": absent.value(rank.trace.rank, "communication.ranks[*].rank"),
+                    "devices": absent.rows(rank.communication.devices, "communication.ranks[*].devices"),
+                }
+                for rank in study.results
+            ],
+        }
+
+    def tables(self, document: ReportDocument) -> Iterator[Table]:
+        """On devices, where there are any, before the calls of the host."""
+        collectives = (document.get("communication") or {}).get("collectives") or []
+        rows = sorted(collectives, key=lambda row: row["where"] != "device")
+        on_device = [row for row in rows if row["where"] == "device"]
+        columns = [
+            Col("kind", "Collective"),
+            Col("where", "Where", "text", "on a device, or a host operation", narrow=False),
+            Col("group", "Group", "text", "as recorded", narrow=False),
+            Col("group_size", "Ranks of it", "count"),
+            Col("element_type", "Type", narrow=False),
+            Col("count", "Count", "count"),
+            Col("bytes", "Bytes", "bytes", "sum over all calls and ranks"),
+            Col("total_ns", "Total", "time", "sum over all ranks; waiting for other ranks is part of it"),
+            Col("mean_ns", "Mean", "time", scale="one"),
+            Col("max_ns", "Longest", "time", narrow=False, scale="one"),
+            Col("exposed_ns", "Exposed", "time", "time not overlapped by compute"),
+            *rank_column(document, Col("ranks", "Ranks", "count", "ranks that ran it", narrow=False)),
+        ]
+        if rows:
+            # The host's calls of what runs on a device only say how long it took to launch.
+            note = sum_as_text(on_device or rows, "total_ns", "on devices" if on_device else "on the host")
+            yield Table("collective-table", "Communication", columns, rows, "communication.collectives", note)
+
+
+COMMUNICATION_SECTION = CommunicationSection()
+
+_MAX_GROUPS = 200
+_GROUPS = Part(
+    GROUP_SCHEMA,
+    "process groups; longest first, unused ones last",
+    {
+        "backend": "the recording does not say it",
+        "members": "the recording does not list the members, or cuts the list",
+        "stride": "the members are not evenly spaced, or are not known",
+        "kinds": "nothing was called in the window",
+        "bytes": "nothing was called, or the size of a call is not known",
+        "total_ns": "nothing was called in the window",
+        "exposed_ns": "nothing was called, or only on the host",
+    },
+    ("group", "description", "group_size"),
+    NO_CALLS,
+    ranked=False,
+)
+
+
+class GroupsSection(RanksSection["list[GroupsRow]"]):
+    """Process groups and their roles."""
+
+    key, title = "groups", "Groups"
+    note = "Which ranks communicate with each other, and what for."
+    schema = _GROUPS.schema()
+    reasons = _GROUPS.reasons("groups")
+
+    def build(self, study: Measurements[RankPart], absent: UnknownValues) -> list[GroupsRow]:
+        declared = pl.concat([part.groups for part in study.results])
+        groups = analyze.groups(calls_of(study.results), declared, study.session.world_size).groups
+        if not groups.height:
+            absent.say("groups")
+        return absent.rows(groups.head(_MAX_GROUPS), "groups")
+
+    def tables(self, value: list[GroupsRow]) -> Iterator[Table]:
+        if not value:
+            return
+        rows = []
+        for row in value:
+            members, who = row["members"], None
+            if members and len(members) > 2 and all(after - before == 1 for before, after in pairwise(members)):
+                who = f"{members[0]}–{members[-1]}"
+            elif members is not None:
+                who = ", ".join(map(str, members[:6])) + (", …" if len(members) > 6 else "")
+            rows.append({**row, "who": who})
+        evidence = Col("evidence", "Evidence", "name", "how the role is known")
+        columns: Columns = ["group", "role", "group_size", Col("who", "Members"), "count", "total_ns",
+                   "+exposed_ns", "+bytes", "+recorded_ranks", "+description", evidence]  # fmt: skip
+        yield table("groups", "Process groups", columns, rows, key="groups-groups")
+
+    def summary(self, value: list[GroupsRow]) -> str | None:
+        used = [row for row in value if row["count"]]
+        if not used:
+            return None
+        roles = Counter(row["role"] for row in used)
+        role_counts = ", ".join(f"{units.count(number)} {role}" for role, number in roles.most_common())
+        return f"{units.count(len(used))} {'group' if len(used) == 1 else 'groups'} in use: {role_counts}"
+
+
+GROUPS_SECTION = GroupsSection()
+
+_MOST = 4096  # cells; of larger jobs those with most bytes
+
+
+class RankMatrixSection(RanksSection["RankMatrixValue"]):
+    """Communication by sender and receiver."""
+
+    key, title = "rank_matrix", "Rank × rank"
+    note = "Who sends how much to whom, and how even exchanges are."
+    what = "communication by sender and receiver"
+    parts = {
+        "cells": Part(
+            MATRIX_SCHEMA,
+            "bytes and time from rank to rank",
+            empty="no communication was recorded of which ranks and bytes are known",
+            ranked=False,
+        ),
+        "exchanges": Part(
+            EXCHANGE_SCHEMA,
+            "all-to-alls of each rank",
+            nullable=("group", "rank", "sent_bytes", "received_bytes", "peer_max_over_mean"),
+            empty="no all-to-all was recorded",
+            ranked=False,
+        ),
+    }
+    others = {"omitted_cell_count": {"type": "integer"}}
+
+    def build(self, study: Measurements[RankPart], absent: UnknownValues) -> RankMatrixValue:
+        calls = calls_of(study.results)
+        cells = analyze.matrix(calls)
+        largest = cells.sort("bytes", "source", "target", descending=[True, False, False]).head(_MOST)
+        kept = largest.sort("source", "target")
+        lists = self.lists({"cells": kept, "exchanges": analyze.exchanges(calls)}, absent)
+        return {**lists, "omitted_cell_count": cells.height - kept.height}
+
+    def tables(self, value: RankMatrixValue) -> Iterator[Table]:
+        if value["cells"]:
+            columns = ["source", "target", "bytes", "exact_bytes", "duration_ns", "count"]
+            rows = sorted(value["cells"], key=lambda row: -row["bytes"])
+            note = (
+                "The way of a collective through the ranks is not recorded: what a rank sends in it is shared evenly."
+            )
+            yield table("rank_matrix.cells", "From rank to rank", columns, rows, note)
+        if value["exchanges"]:
+            columns = ["rank", "+group", "count", "sent_bytes", "received_bytes", "peer_max_over_mean"]
+            yield table("rank_matrix.exchanges", "All-to-alls", columns, value["exchanges"])
+
+    def summary(self, value: RankMatrixValue) -> str | None:
+        cells = value["cells"]
+        if not cells:
+            return None
+        top = max(cells, key=lambda row: row["bytes"])
+        exact, whole = sum(row["exact_bytes"] for row in cells), sum(row["bytes"] for row in cells)
+        return (
+            f"most goes from rank {top['source']} to rank {top['target']} ({units.size(top['bytes'])}); "
+            f"{units.share(exact, whole)} of all bytes is recorded, the rest shared evenly"
+        )
+
+    def picture(self, value: RankMatrixValue) -> str:
+        cells = value["cells"]
+        ranks = sorted({row[end] for row in cells for end in ("source", "target")})
+        if len(ranks) < 3 or value["omitted_cell_count"]:
+            return ""
+        hover_texts = {
+            (row["source"], row["target"]): f"rank {row['source']} → rank {row['target']}: {units.size(row['bytes'])}, "
+            f"{units.duration(row['duration_ns'])}, {units.count_of(row['count'], 'call')}"
+            for row in cells
+        }
+        numbers = {(row["source"], row["target"]): float(row["bytes"]) for row in cells}
+        return heat_map(numbers, ranks, ranks, hover_texts, titles=("from rank", "to rank"))
+
+
+RANK_MATRIX_SECTION = RankMatrixSection()

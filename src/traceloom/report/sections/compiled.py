@@ -8,15 +8,12 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from traceloom import analyze
-from traceloom.analyze.compilations import COMPILATIONS, PARTS, STAGES
-from traceloom.analyze.compiled import BREAKS, GRAPHS, REGIONS, UNCOMPILED
-from traceloom.model import Trace, units
-from traceloom.model.frames import as_declared, schema
-from traceloom.report.absent import Absent
-from traceloom.report.options import ReportOptions
-from traceloom.report.sections.section import Frames, Listed, Section, Study, table
-from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Table, yes_or_no
+from traceloom.analyze.compiled import BREAKS, COMPILATIONS, GRAPHS, PARTS, REGIONS, STAGES, UNCOMPILED
+from traceloom.report.document import Part, ReportOptions, Table, UnknownValues, yes_or_no
+from traceloom.report.sections.section import Frames, Listed, Measurements, Section, table
+from traceloom.system import units
+from traceloom.trace.frames import cast_to_schema, schema
+from traceloom.trace.trace import Trace
 
 if TYPE_CHECKING:
     from traceloom.report.documents.sections import CompileValue
@@ -92,7 +89,7 @@ class CompileSection(Section[Frames, "CompileValue"]):
         )
         return {
             "counts": pl.DataFrame([counts], schema=_COUNTS, orient="row"),
-            "time": time.pipe(as_declared, _TIME),
+            "time": time.pipe(cast_to_schema, _TIME),
             "regions": compiled.regions.sort("host_ns", descending=True).head(_MOST),
             "graphs": compiled.graphs.head(_MOST),
             "breaks": compiled.breaks.head(_MOST),
@@ -100,7 +97,7 @@ class CompileSection(Section[Frames, "CompileValue"]):
             "uncompiled": compiled.uncompiled.head(_MOST),
         }
 
-    def build(self, study: Study[Frames], absent: Absent) -> CompileValue | None:
+    def build(self, study: Measurements[Frames], absent: UnknownValues) -> CompileValue | None:
         if not any(frames["counts"].height for frames in study.results):
             absent.say("compile")
             return None

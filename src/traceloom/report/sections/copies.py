@@ -1,23 +1,26 @@
-"""Copies and fills: how much, in which direction, how fast, for whom."""
+"""Copies; hardware counters."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import polars as pl
+
 from traceloom import analyze
 from traceloom.analyze.copies import KIND_SCHEMA, OP_SCHEMA
-from traceloom.analyze.per_step import spread_schema
-from traceloom.model import Trace, units
-from traceloom.model.frames import as_declared, schema
-from traceloom.report.absent import Absent
-from traceloom.report.options import ReportOptions
-from traceloom.report.sections.section import Frames, Section, Study, table
-from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Table, yes_or_no
+from traceloom.analyze.kernel_efficiency import OP_SCHEMA as KERNEL_EFFICIENCY_OP_SCHEMA
+from traceloom.analyze.kernel_efficiency import SERIES_SCHEMA
+from traceloom.analyze.steps import spread_schema
+from traceloom.report.document import Part, ReportOptions, Table, UnknownValues, yes_or_no
+from traceloom.report.sections.section import Frames, Measurements, Section, table
+from traceloom.system import units
+from traceloom.trace.frames import cast_to_schema, schema
+from traceloom.trace.trace import Trace
 
 if TYPE_CHECKING:
-    from traceloom.report.documents.sections import CopiesValue
+    from traceloom.report.documents.sections import CopiesValue, CountersValue
+
 
 _OPS = 50  # of each rank
 _USUAL = schema("device kind", spread_schema("call_count", "copied_bytes", "total_ns"))
@@ -60,10 +63,10 @@ class CopiesSection(Section[Frames, "CopiesValue"]):
 
     def measure(self, trace: Trace, options: ReportOptions) -> Frames:
         copies = analyze.copies(trace)
-        per_step = copies.per_step.pipe(as_declared, _USUAL)
+        per_step = copies.per_step.pipe(cast_to_schema, _USUAL)
         return {"kinds": copies.kinds, "operators": copies.ops.head(_OPS), "per_step": per_step}
 
-    def build(self, study: Study[Frames], absent: Absent) -> CopiesValue:
+    def build(self, study: Measurements[Frames], absent: UnknownValues) -> CopiesValue:
         return self.lists(study.frames(self.parts), absent)
 
     def tables(self, value: CopiesValue) -> Iterator[Table]:
@@ -95,3 +98,77 @@ class CopiesSection(Section[Frames, "CopiesValue"]):
 
 
 SECTION = CopiesSection()
+
+_MOST = 200  # series, and operators, of each rank
+_RANGES = schema("range_count launch_count unpaired absent")
+
+
+class CountersSection(Section[Frames, "CountersValue"]):
+    """Hardware counters, over time and by operator."""
+
+    key, title = "counters", "Counters"
+    note = "Hardware counters in the recording: over time, and of single kernels with their operators."
+    what = "hardware counters that the recording holds"
+    parts = {
+        "series": Part(
+            SERIES_SCHEMA,
+            "counters sampled over time",
+            {"source": "the file does not say whose counter it is"},
+            empty="no counters over time were recorded",
+        ),
+        "operators": Part(
+            KERNEL_EFFICIENCY_OP_SCHEMA,
+            "counters of single kernels, added up by operator",
+            nullable=("op",),
+            empty="no counters of kernels were recorded, or they cannot be joined to launches",
+        ),
+        "ranges": Part(
+            _RANGES,
+            "how many kernels have counters, and whether they have launches",
+            {
+                "unpaired": "null where every kernel with counters has its launch",
+                "absent": "null where the counters could be read",
+            },
+            empty="no counters of kernels were recorded",
+        ),
+    }
+
+    def measure(self, trace: Trace, options: ReportOptions) -> Frames:
+        counters = analyze.counters(trace)
+        row = (counters.range_count, counters.launch_count, counters.unpaired, counters.absent)
+        return {
+            "series": counters.series.head(_MOST),
+            "operators": counters.operators.head(_MOST),
+            "ranges": pl.DataFrame([row] if counters.range_count else [], schema=_RANGES, orient="row"),
+        }
+
+    def build(self, study: Measurements[Frames], absent: UnknownValues) -> CountersValue:
+        return self.lists(study.frames(self.parts), absent)
+
+    def tables(self, value: CountersValue) -> Iterator[Table]:
+        if value["series"]:
+            columns = ["?rank", "+source", "samples", "min", "mean", "max", "counter"]
+            yield table("counters.series", "Counters over time", columns, value["series"])
+        if value["operators"]:
+            columns = ["?rank", "op", "ranges", "value", "counter"]
+            yield table(
+                "counters.operators",
+                "Counters of kernels, by operator",
+                columns,
+                value["operators"],
+                "The k-th measured kernel belongs to the k-th launch.",
+            )
+
+    def summary(self, value: CountersValue) -> str | None:
+        clauses = []
+        if value["series"]:
+            clauses.append(f"{units.count(len(value['series']))} recorded over time")
+        ranges = sum(row["range_count"] for row in value["ranges"])
+        if ranges:
+            clauses.append(f"counters of {units.count_of(ranges, 'kernel')}")
+        if any(row["unpaired"] for row in value["ranges"]):
+            clauses.append("not as many as launches, so that their operators are unknown")
+        return ", ".join(clauses) or None
+
+
+COUNTERS_SECTION = CountersSection()

@@ -7,17 +7,13 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
-from traceloom.analyze.critical_path import critical_path
-from traceloom.analyze.path.pieces import CLASSES
-from traceloom.analyze.path.tables import CLASS_ROWS, NAMES, RANKS, STRETCHES
-from traceloom.analyze.path.window import usual_step
+from traceloom.analyze.critical_path import CLASS_ROWS, NAMES, RANKS, STRETCHES, critical_path
+from traceloom.analyze.critical_path_pieces import CLASSES, usual_step
 from traceloom.errors import TraceloomError
-from traceloom.model import units
-from traceloom.model.frames import schema
-from traceloom.report.absent import Absent
-from traceloom.report.sections.section import Columns, Section, Study, table
-from traceloom.report.sections.shapes import Part, of_type, record
-from traceloom.report.table import Col, Table
+from traceloom.report.document import Col, Part, Table, UnknownValues, of_type, record
+from traceloom.report.sections.section import Columns, Measurements, Section, table
+from traceloom.system import units
+from traceloom.trace.frames import schema
 
 if TYPE_CHECKING:
     from traceloom.report.documents.sections import CriticalPathRanksRow, CriticalPathValue
@@ -88,7 +84,7 @@ class CriticalPathSection(Section[None, "CriticalPathValue"]):
     }
     unknown = {"step": "the trace marks no steps; the path is that of the whole window"}
 
-    def build(self, study: Study[None], absent: Absent) -> CriticalPathValue | None:
+    def build(self, study: Measurements[None], absent: UnknownValues) -> CriticalPathValue | None:
         """The path of the usual one of the chosen steps, found in the whole session: what came before may still run."""
         step = usual_step(study.part.traces)
         session = study.session if step is not None else study.part
@@ -190,7 +186,7 @@ class CriticalPathSection(Section[None, "CriticalPathValue"]):
 
     def picture(self, value: CriticalPathValue) -> str:
         """The time by class as one bar, and the way to the line in the timeline."""
-        from traceloom.report.views.html.bars import bar, legend  # the page draws sections: it is not there yet
+        from traceloom.report.figure import bar, legend  # the page draws sections: it is not there yet
 
         parts = [(row["class"], _COLOURS.get(row["class"], "other"), row["duration_ns"]) for row in value["classes"]]
         way = '<p class="quiet"><a href="#timeline&amp;path=1">Show it in the timeline</a></p>'

@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING
 
 from traceloom import analyze
 from traceloom.analyze.inference import MIX, NODES, OPERATORS, RATES, STEPS, Inference
-from traceloom.model import Trace, units
-from traceloom.report.absent import Absent
-from traceloom.report.options import ReportOptions
-from traceloom.report.sections.capture_of_graphs import capture_of_graphs
-from traceloom.report.sections.section import Listed, Section, Study
-from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Table
+from traceloom.report.document import Part, ReportOptions, Table, UnknownValues
+from traceloom.report.sections.launches import capture_of_graphs
+from traceloom.report.sections.section import Listed, Measurements, Section
+from traceloom.system import units
+from traceloom.trace.trace import Trace
 
 if TYPE_CHECKING:
     from traceloom.report.documents.sections import InferenceValue
@@ -88,7 +86,7 @@ class InferenceSection(Section[Inference, "InferenceValue"]):
         nodes = measured.nodes.sort("total_ns", descending=True, maintain_order=True).head(_ROWS)
         return replace(measured, steps=measured.steps.head(_ROWS), nodes=nodes)
 
-    def build(self, study: Study[Inference], absent: Absent) -> InferenceValue | None:
+    def build(self, study: Measurements[Inference], absent: UnknownValues) -> InferenceValue | None:
         results = study.results
         if not any(result.steps.height or result.rates.height or result.nodes.height for result in results):
             absent.say("inference")

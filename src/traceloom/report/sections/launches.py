@@ -1,28 +1,30 @@
-"""Launch delays, queues, calls that were held up, short kernels."""
+"""Launches, queues, graph replays."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from html import escape
 from typing import TYPE_CHECKING
 
 import polars as pl
 
 from traceloom import analyze
-from traceloom.analyze.launches import BINS, CALLS, NAMES, OUTLIERS, QUEUES, SHORT, STEPS, TOTALS, Launches
-from traceloom.analyze.queue_depth import thinned
-from traceloom.harmless import harmless
-from traceloom.model import Trace, units
-from traceloom.report.absent import Absent
-from traceloom.report.options import ReportOptions
-from traceloom.report.sections.section import Listed, Section, Study, on_rank
-from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Cells, Table
+from traceloom.analyze.graph_launches import GRAPHS, NODES, REPLAYS
+from traceloom.analyze.launches import BINS, CALLS, NAMES, OUTLIERS, QUEUES, SHORT, STEPS, TOTALS, Launches, downsample
+from traceloom.formats import load
+from traceloom.report.document import Cells, Part, ReportOptions, Table, UnknownValues
+from traceloom.report.sections.section import Frames, Listed, Measurements, Section, of_rank_suffix
+from traceloom.system import units
+from traceloom.system.sanitize import sanitize
+from traceloom.trace.session import Session
+from traceloom.trace.trace import Trace
 
 if TYPE_CHECKING:
-    from traceloom.report.documents.sections import LaunchesBinsRow, LaunchesValue
+    from traceloom.report.documents.sections import GraphLaunchesValue, LaunchesBinsRow, LaunchesValue
+
 
 _ROWS = 100  # of each table of a rank
 _POINTS = 300  # of each curve
@@ -88,11 +90,11 @@ class LaunchesSection(Section[Launches, "LaunchesValue"]):
             operators=launches.operators.head(_ROWS),
             outliers=launches.outliers.head(_ROWS),
             short=launches.short.head(_ROWS),
-            curve=thinned(launches.curve, _POINTS),
-            device_curve=thinned(launches.device_curve, _POINTS),
+            curve=downsample(launches.curve, _POINTS),
+            device_curve=downsample(launches.device_curve, _POINTS),
         )
 
-    def build(self, study: Study[Launches], absent: Absent) -> LaunchesValue | None:
+    def build(self, study: Measurements[Launches], absent: UnknownValues) -> LaunchesValue | None:
         if not any(launches.totals.height for launches in study.results):
             absent.say("launches")
             return None
@@ -147,7 +149,7 @@ class LaunchesSection(Section[Launches, "LaunchesValue"]):
         short = sum(row["short_count"] for row in value["bins"])
         kernels = sum(row["kernel_count"] for row in value["bins"])
         held = sum(row["held_ns"] for row in value["queues"])
-        words = [f"median launch latency{on_rank(worst, totals)}: {units.duration(worst['latency_median_ns'])}"]
+        words = [f"median launch latency{of_rank_suffix(worst, totals)}: {units.duration(worst['latency_median_ns'])}"]
         if kernels:
             words.append(f"{units.count(short)} of {units.count(kernels)} kernels are shorter than their launch call")
         if held:
@@ -189,9 +191,9 @@ def curves(lines: Mapping[str, Sequence[tuple[int, int]]], what: str) -> str:
         for number, (time, value) in enumerate(lines[name]):
             x, y = _LEFT + (time - first) * across, _HEIGHT - _BOTTOM - value * up
             path += f"M{x:.1f} {y:.1f}" if number == 0 else f"H{x:.1f}V{y:.1f}"
-        parts.append(f'<path class="l-{colour}" d="{path}"><title>{escape(harmless(name))}</title></path>')
+        parts.append(f'<path class="l-{colour}" d="{path}"><title>{escape(sanitize(name))}</title></path>')
     legend = "".join(
-        f'<li><i class="swatch b-{colour}"></i>{escape(harmless(name))}</li>'
+        f'<li><i class="swatch b-{colour}"></i>{escape(sanitize(name))}</li>'
         for colour, name in zip(_COLOURS, drawn, strict=False)
     )
     base = _HEIGHT - _BOTTOM
@@ -208,3 +210,84 @@ def curves(lines: Mapping[str, Sequence[tuple[int, int]]], what: str) -> str:
 
 
 SECTION = LaunchesSection()
+
+_MAX_GRAPH_LAUNCHES = 1000  # nodes and replays of a rank
+_NO_NODE = "no node of the replay is above its median"
+
+
+class GraphLaunchesSection(Section[Frames, "GraphLaunchesValue"]):
+    """Graphs, their nodes and their replays."""
+
+    key, title = "graph_launches", "Graph launches"
+    note = "CUDA and HIP graphs: one call, many kernels; replays laid node upon node."
+    missing = "no graph launch was recorded"
+    parts = {
+        "graphs": Part(GRAPHS, "one row per graph", nullable=("graph_id", "like")),
+        "replays": Part(
+            REPLAYS,
+            "one row per launch; those that deviate and the longest, at most a thousand of each rank",
+            {"worst_node": _NO_NODE, "worst_excess_ns": _NO_NODE},
+            ("step", "deviation"),
+        ),
+        "nodes": Part(
+            NODES, "one row per graph and node, longest first, at most a thousand of each rank", nullable=("node_id",)
+        ),
+    }
+
+    def measure(self, trace: Trace, options: ReportOptions) -> Frames:
+        launches = analyze.graph_launches(trace)
+        if not launches.graphs.height:
+            return {name: pl.DataFrame(schema=part.columns) for name, part in self.parts.items()}
+        order = launches.replays["deviation"].is_null()
+        replays = launches.replays.with_columns(order.alias("usual")).sort("usual", "span_ns", descending=[False, True])
+        nodes = launches.nodes.sort("total_ns", descending=True, maintain_order=True)
+        return {
+            "graphs": launches.graphs,
+            "replays": replays.drop("usual").head(_MAX_GRAPH_LAUNCHES),
+            "nodes": nodes.head(_MAX_GRAPH_LAUNCHES),
+        }
+
+    def build(self, study: Measurements[Frames], absent: UnknownValues) -> GraphLaunchesValue | None:
+        if not any(frames["graphs"].height for frames in study.results):
+            absent.say("graph_launches")
+            return None
+        return self.lists(study.frames(self.parts), absent)
+
+    def tables(self, value: GraphLaunchesValue) -> Iterator[Table]:
+        deviating = [row for row in value["replays"] if row["deviation"]]
+        listed: list[Listed] = [
+            ("graphs", "Graphs", value["graphs"], ["?rank", "graph", "replay_count", "node_count", "span_median_ns",
+                "+span_min_ns", "span_max_ns", "idle_median_ns", "+call_median_ns", "total_ns", "deviating_count",
+                "+like", "+evidence", "+launch_name"]),
+            ("nodes", "Nodes", value["nodes"], ["?rank", "graph", "node", "+replay_count", "mean_ns", "min_ns",
+                "max_ns", "+gap_mean_ns", "total_ns", "name"]),
+            ("replays", "Replays that deviate", deviating, ["?rank", "graph", "replay", "span_ns", "start_ns", "+step",
+                "worst_node", "worst_excess_ns", "deviation"]),
+        ]  # fmt: skip
+        yield from self.filled(listed, value["graphs"])
+
+    def summary(self, value: GraphLaunchesValue) -> str | None:
+        if not value:
+            return None
+        replays = sum(row["replay_count"] for row in value["graphs"])
+        odd = sum(row["deviating_count"] for row in value["graphs"])
+        work = sum(row["total_ns"] for row in value["graphs"])
+        how = f"{units.count(odd)} of them {'deviates' if odd == 1 else 'deviate'}" if odd else "none deviates"
+        single = len(value["graphs"]) == 1
+        return (
+            f"{units.count(replays)} {'replay' if replays == 1 else 'replays'} of {len(value['graphs'])} "
+            f"{'graph' if single else 'graphs'} hold {units.duration(work)} of GPU work; {how}"
+        )
+
+
+GRAPH_LAUNCHES_SECTION = GraphLaunchesSection()
+
+
+def capture_of_graphs(options: ReportOptions) -> Session | None:
+    """What `graph_capture` names; None where nothing is given."""
+    return None if options.graph_capture is None else _read(options.graph_capture, options.cache)
+
+
+@lru_cache(maxsize=1)
+def _read(path: str, cache: bool) -> Session:
+    return load(path, cache=cache)

@@ -1,20 +1,38 @@
-"""Which part of the model the time belongs to."""
+"""Modules and flame graph."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from traceloom.report.absent import Absent
-from traceloom.report.icicle import figure
-from traceloom.report.measure import Measured
-from traceloom.report.names import rank_name
-from traceloom.report.sections.section import CoreSection, Study
-from traceloom.report.table import Cells, Col, Table
+import polars as pl
+
+from traceloom import analyze
+from traceloom.analyze.flame import FRAMES, FUNCTIONS, Flame
+from traceloom.analyze.host_events import is_users
+from traceloom.analyze.host_time import main_lane
+from traceloom.report.document import Cells, Col, Part, ReportOptions, Table, UnknownValues
+from traceloom.report.figure import draw_icicle
+from traceloom.report.labels import rank_name, short
+from traceloom.report.sections.section import (
+    Columns,
+    CoreSection,
+    Measurements,
+    RankMeasurements,
+    Section,
+    of_rank_suffix,
+    table,
+)
+from traceloom.system import units
+from traceloom.trace.frames import schema
+from traceloom.trace.trace import Trace
 
 if TYPE_CHECKING:
     from traceloom.report.documents import ReportDocument
     from traceloom.report.documents.report import ModuleRow
+    from traceloom.report.documents.sections import FlameFunctionsRow, FlameTreeRow, FlameValue
+
 
 _MOST_NODES = 4_000  # of one rank's tree in the page
 
@@ -25,7 +43,7 @@ class ModulesSection(CoreSection):
     key, title = "modules", "Modules"
     note = "Which part of the model the time belongs to."
 
-    def build(self, study: Study[Measured], absent: Absent) -> list[ModuleRow]:
+    def build(self, study: Measurements[RankMeasurements], absent: UnknownValues) -> list[ModuleRow]:
         """The module trees, one after the other; `rank` says whose it is."""
         return absent.listed(study.concat(lambda rank: rank.modules.tree), "modules")
 
@@ -65,7 +83,7 @@ class ModulesSection(CoreSection):
                 ],
                 "modules",
                 position=position,
-                picture=figure(nodes, label="Module tree by time"),
+                picture=draw_icicle(nodes, label="Module tree by time"),
                 weight="all_ns",
                 brief=position == 0,
             )
@@ -113,4 +131,187 @@ def _columns(tree: list[ModuleRow], *, gpu: bool) -> list[Col]:
     return columns
 
 
-SECTION = ModulesSection()
+MODULES_SECTION = ModulesSection()
+
+MOST_FRAMES = 1000  # of the tree in the document; exports hold all
+MOST_FUNCTIONS = 75  # of one rank
+MOST_ROWS = 600  # of all ranks together, but
+LEAST_FUNCTIONS = 10  # of each
+_LEAST = 0.001  # share of the whole that a frame of the tree must have, in host time or in GPU time
+_NAME = 60
+_WORK = ("op", "launch", "module")  # what threads that take part in the program's work record
+_SAME = 0.98  # of a frame's time (host and GPU) that its only child of note has
+_TREE = pl.Schema({name: kind for name, kind in FRAMES.items() if name != "rank"})
+_LIST = schema(pl.Schema({name: kind for name, kind in FUNCTIONS.items() if name != "rank"}), "main_self_ns")
+_NO_STEP = "the trace holds no whole step, or it does not occur in one"
+
+
+class FlameSection(Section[tuple[Flame, int], "FlameValue"]):
+    """The host's time by call stack. Measured is the analysis with the frames kept, and how many there were."""
+
+    key, title = "flame", "Flame graph"
+    note = "Python frames, modules, operators and runtime calls by the time spent in them."
+    what = "the host's time by call stack"
+    missing = "no host events were recorded"
+    parts = {
+        "functions": Part(
+            _LIST,
+            "the largest frames by name, wherever they are called from",
+            dict.fromkeys(("mean_self_ns", "min_self_ns", "max_self_ns", "step_count"), _NO_STEP),
+            ("file", "line"),
+        ),
+        "tree": Part(
+            _TREE,
+            "its largest paths, parents before children",
+            {"parent": "null is a thread"},
+            ("file", "line"),
+            ranked=False,
+        ),
+    }
+    others = {
+        "busy_ns": {"type": "integer"},
+        "gpu_work_ns": {"type": "integer"},
+        "tree_rank": {"type": ["integer", "null"]},
+        "tree_frame_count": {"type": "integer"},
+    }
+    unknown = {"tree_rank": "the file does not say its rank"}
+
+    def measure(self, trace: Trace, options: ReportOptions) -> tuple[Flame, int]:
+        profile = analyze.flame(trace)
+        by_gpu = profile.functions.sort("self_device_ns", descending=True).head(MOST_FUNCTIONS // 4)
+        by_gpu = by_gpu.filter(pl.col("self_device_ns") > 0)
+        functions = pl.concat([profile.functions.head(MOST_FUNCTIONS), by_gpu]).unique(maintain_order=True)
+        key = ["name", "file", "line"]
+        on_main = (
+            profile.frames.filter(pl.col("lane").eq_missing(main_lane(trace)))
+            .group_by(key)
+            .agg(main_self_ns=pl.col("self_ns").sum())
+        )
+        functions = functions.join(on_main, on=key, how="left", nulls_equal=True, maintain_order="left")
+        functions = functions.with_columns(pl.col("main_self_ns").fill_null(0))[list(_LIST)]
+        # The frames with the most time, each with all above it, numbered anew: what is above a frame has at least its
+        # time, and stands before it, so that the choice is closed upwards.
+        busy, gpu = profile.frames["self_ns"].sum(), profile.frames["self_device_ns"].sum()
+        weight = pl.max_horizontal(pl.col("total_ns") / max(busy, 1), pl.col("device_ns") / max(gpu, 1))
+        kept = profile.frames.filter(weight >= _LEAST)
+        if kept.height > MOST_FRAMES:
+            kept = kept.sort(weight, descending=True, maintain_order=True).head(MOST_FRAMES).sort("node")
+        number = pl.Series("node", range(kept.height), dtype=pl.UInt32)
+        numbered = kept.select(parent="node", above=number)
+        above = kept[["parent"]].join(numbered, on="parent", how="left", maintain_order="left")["above"]
+        tree = kept.with_columns(number, above.alias("parent")).drop("rank")
+        return replace(profile, frames=tree, functions=functions), profile.frames.height
+
+    def build(self, study: Measurements[tuple[Flame, int]], absent: UnknownValues) -> FlameValue | None:
+        index = next((k for k, (flame, _) in enumerate(study.results) if flame.frames.height), None)
+        if index is None:
+            absent.say("flame")
+            return None
+        shown, frame_count = study.results[index]
+        most = max(MOST_ROWS // len(study.results), LEAST_FUNCTIONS)
+        functions = study.concat(lambda of: of[0].functions.head(most))
+        return {
+            "busy_ns": sum(flame.busy_ns for flame, _ in study.results),
+            "gpu_work_ns": sum(flame.gpu_work_ns for flame, _ in study.results),
+            "functions": absent.rows(functions, "flame.functions"),
+            "tree_rank": absent.value(study.part.traces[index].rank, "flame.tree_rank"),
+            "tree_frame_count": frame_count,
+            "tree": absent.rows(shown.frames, "flame.tree"),
+        }
+
+    def tables(self, value: FlameValue) -> Iterator[Table]:
+        stepped = any(row["mean_self_ns"] is not None for row in value["functions"])
+        columns: Columns = [
+            "?rank",
+            "self_ns",
+            Col("share", "Share", "share", "of the time in which anything is recorded"),
+            "total_ns",
+            *(["device_ns"] if value["gpu_work_ns"] else []),
+            "calls",
+            *(["+mean_self_ns", "+max_self_ns"] if stepped else []),
+            Col("where", "Frame", "name"),
+        ]
+        whole = max(value["busy_ns"], 1)
+        functions = sorted(value["functions"], key=lambda row: -row["self_ns"])
+        rows = [{**row, "share": row["self_ns"] / whole, "where": frame_name(row)} for row in functions]
+        note = "Frames, operators and calls by the time spent in themselves."
+        yield table("flame.functions", "Frames", columns, rows, note)
+
+    def summary(self, value: FlameValue) -> str | None:
+        top = max(value["functions"], key=lambda row: int(row["main_self_ns"]), default=None)
+        if top is None or not top["main_self_ns"]:
+            return None
+        name, time = short(frame_name(top), _NAME), units.duration(top["main_self_ns"])
+        return f"the main thread{of_rank_suffix(top, value['functions'])} spends the most time of its own, {time}, in {name}"
+
+    def picture(self, value: FlameValue) -> str:
+        working = {row["lane"] for row in value["tree"] if row["kind"] in _WORK}
+        idle = working and {row["lane"] for row in value["tree"]} - working
+        tree = value["tree"]
+        if idle:  # the rows of threads that work, with their parents numbered anew
+            number: dict[int | None, int | None] = {None: None}
+            tree = []
+            for row in value["tree"]:
+                if row["lane"] in working:
+                    number[row["node"]] = len(tree)
+                    tree.append({**row, "parent": number[row["parent"]]})
+        gpu = bool(value["gpu_work_ns"])
+        nodes = [
+            (row["parent"], row["name"], row["calls"], row["total_ns"], row["device_ns"] if gpu else None)
+            for row in shortened(tree)
+        ]
+        left_out = value["tree_frame_count"] - len(value["tree"])
+        rank = value["tree_rank"]
+        of = "" if rank is None or not any(row["rank"] != rank for row in value["functions"]) else f" of rank {rank}"
+        note = (
+            f"The call stacks{of}: the thread on top, what it calls below. Frames that do nothing but call the next "
+            f"one are drawn as one (+n). {'Threads that run nothing but other Python are not drawn. ' if idle else ''}"
+            f"{units.count(left_out)} smaller frames are left out; -o x.speedscope.json has all."
+        )
+        return draw_icicle(nodes, label="Call stacks by time", note=note, slim=True)
+
+
+def frame_name(row: FlameFunctionsRow) -> str:
+    """`file.py:12 function`; the name alone where there is no file."""
+    return f"{row['file']}:{row['line']} {row['name']}" if row.get("file") else str(row["name"])
+
+
+def shortened(tree: list[FlameTreeRow]) -> list[FlameTreeRow]:
+    """The rows of a tree (parents before children, `parent` a row number) with chains of single calls made one row.
+
+    The row of a chain carries the name that says most: the last frame of the user's, else the last module, else the
+    last frame; `(+n)` counts the others. Times and calls are those of its outermost frame.
+    """
+    children: dict[int | None, list[int]] = {}
+    for number, row in enumerate(tree):
+        children.setdefault(row["parent"], []).append(number)
+    out: list[FlameTreeRow] = []
+    stack: list[tuple[int, int | None]] = [(number, None) for number in reversed(children.get(None, []))]
+    while stack:
+        first, parent = stack.pop()
+        chain = [first]
+        while tree[first]["kind"] != "thread":
+            # the child that has nearly all of the row's time and of its GPU work
+            row = tree[chain[-1]]
+            host, device = _SAME * row["total_ns"], _SAME * row["device_ns"]
+            following = next(
+                (number for number in children.get(chain[-1], [])
+                 if tree[number]["total_ns"] >= host and tree[number]["device_ns"] >= device), None
+            )  # fmt: skip
+            if following is None:
+                break
+            chain.append(following)
+        rows = [tree[number] for number in chain]
+        users = [row for row in rows if row["file"] and is_users(f"{row['file']}({row['line']}): {row['name']}")]
+        modules = [row for row in rows if row["kind"] == "module"]
+        frame = (modules or users or rows)[-1]
+        location = f" {frame['file']}:{frame['line']}" if frame["file"] else ""
+        more = f" (+{len(chain) - 1})" if len(chain) > 1 else ""
+        name = f"{str(frame['name']).removeprefix('nn.Module: ')}{location}{more}"
+        at = len(out)
+        out.append({**tree[first], "parent": parent, "name": name})
+        stack.extend((number, at) for number in reversed(children.get(chain[-1], [])))
+    return out
+
+
+SECTION = FlameSection()

@@ -11,14 +11,12 @@ import polars as pl
 from traceloom import analyze
 from traceloom.analyze.roofline import DEVICES, OPERATORS, SPREAD, UNMODELLED, Roofline, joined
 from traceloom.analyze.utilisation import STEPS
-from traceloom.model import Trace, units
-from traceloom.report.absent import Absent
-from traceloom.report.options import ReportOptions
-from traceloom.report.sections.capture_of_graphs import capture_of_graphs
-from traceloom.report.sections.roofline_picture import picture
-from traceloom.report.sections.section import Columns, Section, Study, table
-from traceloom.report.sections.shapes import Part
-from traceloom.report.table import Col, Table
+from traceloom.report.document import Col, Part, ReportOptions, Table, UnknownValues
+from traceloom.report.figure import picture
+from traceloom.report.sections.launches import capture_of_graphs
+from traceloom.report.sections.section import Columns, Measurements, Section, table
+from traceloom.system import units
+from traceloom.trace.trace import Trace
 
 if TYPE_CHECKING:
     from traceloom.report.documents.sections import RooflineValue
@@ -93,7 +91,7 @@ class RooflineSection(Section[Roofline, "RooflineValue"]):
     def measure(self, trace: Trace, options: ReportOptions) -> Roofline:
         return analyze.roofline(trace, options.peak, capture_of_graphs(options))
 
-    def build(self, study: Study[Roofline], absent: Absent) -> RooflineValue:
+    def build(self, study: Measurements[Roofline], absent: UnknownValues) -> RooflineValue:
         most = max(_LEAST_ROWS, _ROWS // max(len(study.results), 1))
         # what is recorded of operators is cut to a length that people read
         text = [

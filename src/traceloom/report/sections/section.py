@@ -1,4 +1,4 @@
-"""What a section of the report is.
+"""What a section is.
 
 A section answers one question. Its module holds everything about it: how one rank is measured, what stands in the
 document, why values may be unknown, and which tables show it. The terminal, the page and Markdown draw the same tables
@@ -26,23 +26,127 @@ type of its value.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import compress
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
 
 import polars as pl
 
-from traceloom.model import Session, Trace, units
-from traceloom.model.columns import column
-from traceloom.report.absent import Absent
-from traceloom.report.measure import Measured
-from traceloom.report.names import rank_label
-from traceloom.report.options import ReportOptions
-from traceloom.report.sections.shapes import Part, Shape, or_null, record
-from traceloom.report.table import Cells, Col, Table
+from traceloom import analyze
+from traceloom.analyze.answer import AnswerInputs
+from traceloom.analyze.gpu_time import FIELDS
+from traceloom.report.document import Cells, Col, Part, ReportOptions, Shape, Table, UnknownValues, or_null, record
+from traceloom.report.labels import rank_label
+from traceloom.system import units
+from traceloom.system.process import trim_memory
+from traceloom.trace.batch import cut
+from traceloom.trace.columns import column
+from traceloom.trace.frames import cast_to_schema
+from traceloom.trace.notice import Notice
+from traceloom.trace.session import Session
+from traceloom.trace.trace import Trace
 
 if TYPE_CHECKING:
+    from traceloom.analyze.collectives import Communication
+    from traceloom.analyze.data_loading import DataLoading
+    from traceloom.analyze.gpu_time import GpuTime
+    from traceloom.analyze.host_time import HostTime
+    from traceloom.analyze.idle import Idle
+    from traceloom.analyze.kernels import Kernels, Operators
+    from traceloom.analyze.memory import Memory
+    from traceloom.analyze.modules import Modules
+    from traceloom.analyze.steps import StepTimes
     from traceloom.report.documents import ReportDocument
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RankMeasurements:
+    """What the analyses say about one trace (and, with chosen steps, about these alone)."""
+
+    trace: Trace
+    gpu: GpuTime
+    idle: Idle
+    host: HostTime
+    step_times: StepTimes
+    data_loading: DataLoading
+    kernels: Kernels
+    operators: Operators
+    modules: Modules
+    communication: Communication
+    memory: Memory
+    notices: tuple[Notice, ...]
+
+    @cached_property
+    def facts(self) -> AnswerInputs:
+        """What the answer is drawn from."""
+        return AnswerInputs(self.trace, self.gpu, self.idle, self.host, self.operators, self.data_loading)
+
+
+def measure(trace: Trace, steps: tuple[int, int] | None, *, by_shape: bool) -> RankMeasurements:
+    """Run the analyses of a report on one trace.
+
+    With `steps`, the time of devices and host threads is measured on the whole trace and kept for these steps, so
+    that a step has the same figures in every report; everything else is measured on the work these steps launched.
+    """
+    trim_memory()  # of what reading freed
+    part = trace if steps is None else cut(trace, steps)
+    measured = RankMeasurements(
+        trace=part,
+        gpu=analyze.gpu_time(trace),
+        idle=_freed(analyze.idle(trace)),
+        host=_freed(analyze.host(trace)),
+        step_times=analyze.step_times(part),
+        data_loading=analyze.data_loading(part),
+        kernels=analyze.kernels(part),
+        operators=_freed(analyze.operators(part, by_shape=by_shape)),
+        modules=_freed(analyze.modules(part)),
+        communication=analyze.communication(part),
+        memory=analyze.memory(part),
+        notices=analyze.quality(trace).notices,
+    )
+    return measured if steps is None else _of_steps(measured, steps)
+
+
+def _freed(result: T) -> T:
+    """The result; what was freed on the way to it goes back to the system before the next analysis takes more."""
+    trim_memory()
+    return result
+
+
+def _of_steps(measured: RankMeasurements, steps: tuple[int, int]) -> RankMeasurements:
+    """Keep these steps of what is told per step; a device or a thread is the sum of its steps."""
+    chosen = pl.col("step").is_between(*steps)
+    gpu, idle = measured.gpu, measured.idle
+    gpu_steps = gpu.steps.filter(chosen)
+    devices: pl.DataFrame = gpu_steps.group_by("device", maintain_order=True).agg(
+        pl.col("name").first(), pl.col("start_ns").min(), pl.col(*FIELDS).sum()
+    )
+    devices = devices.pipe(cast_to_schema, gpu.devices.schema)
+    causes = idle.causes.filter(chosen)
+    totals = causes.group_by("device", "cause", maintain_order=True).agg(pl.col("idle_ns", "gap_count").sum())
+    totals = totals.pipe(cast_to_schema, idle.totals.schema)
+    account = measured.host.account.filter(chosen)
+    threads = measured.host.threads
+    observed = pl.col("ns").filter(pl.col("activity").cast(pl.String) != "unobserved")
+    times = account.group_by("lane").agg(window_ns=pl.col("ns").sum(), busy_ns=observed.sum())
+    counts = measured.trace.events.group_by("lane").agg(event_count=pl.len())
+    of_steps = (
+        threads.drop("window_ns", "busy_ns", "event_count")
+        .join(times, on="lane", how="inner", maintain_order="left")
+        .join(counts, on="lane", how="inner", maintain_order="left")
+        .pipe(cast_to_schema, threads.schema)
+    )
+    return replace(
+        measured,
+        gpu=replace(gpu, steps=gpu_steps, devices=devices),
+        idle=replace(idle, gaps=idle.gaps.filter(chosen), causes=causes, totals=totals),
+        host=replace(measured.host, account=account, threads=of_steps),
+    )
+
 
 Frames = dict[str, pl.DataFrame]
 Columns = list[str | Col]
@@ -89,7 +193,7 @@ def table(
 
 
 @dataclass(frozen=True, slots=True)
-class Study(Generic[Result]):
+class Measurements(Generic[Result]):
     """What `build` may ask.
 
     Attributes:
@@ -127,17 +231,17 @@ class Study(Generic[Result]):
         return out
 
 
-def on_rank(row: Cells, rows: Iterable[Cells]) -> str:
+def of_rank_suffix(row: Cells, rows: Iterable[Cells]) -> str:
     """` of rank 3` behind a figure of one row, where the rows are of several ranks."""
     return f" of {rank_label(row['rank'])}" if len({other["rank"] for other in rows}) > 1 else ""
 
 
-def several(document: ReportDocument, column: Col) -> tuple[Col, ...]:
+def rank_column(document: ReportDocument, column: Col) -> tuple[Col, ...]:
     """The column, where the document is about several ranks."""
     return (column,) if len(document["ranks"]) > 1 else ()
 
 
-def covering(rows: Sequence[Cells], key: str, what: str) -> str:
+def sum_as_text(rows: Sequence[Cells], key: str, what: str) -> str:
     """How much the rows of a table add up to."""
     return f"{units.duration(sum(row[key] for row in rows))} {what}"
 
@@ -188,7 +292,7 @@ class Section(Generic[Result, Value]):
         """What is known of one rank: small. Runs rank by rank, so that no more than a few ranks are in memory."""
         return None  # type: ignore[return-value]  # of sections that look at the whole session only
 
-    def build(self, study: Study[Result], absent: Absent) -> Any:
+    def build(self, study: Measurements[Result], absent: UnknownValues) -> Any:
         """The JSON value under `key`; None or empty where nothing is known, with the reason said to `absent`."""
         raise NotImplementedError
 
@@ -234,7 +338,7 @@ class Section(Generic[Result, Value]):
             if rows:
                 yield table(f"{self.key}.{name}", title, columns, rows, among=deciding)
 
-    def lists(self, frames: Mapping[str, pl.DataFrame], absent: Absent) -> Value:
+    def lists(self, frames: Mapping[str, pl.DataFrame], absent: UnknownValues) -> Value:
         """The rows of frames as they stand in the document; why there are none, where the part of that name says so."""
         out: dict[str, list[Any]] = {}
         for name, frame in frames.items():
@@ -244,7 +348,7 @@ class Section(Generic[Result, Value]):
         return cast("Value", out)
 
 
-class CoreSection(Section[Measured, "ReportDocument"]):
+class CoreSection(Section[RankMeasurements, "ReportDocument"]):
     """A section of the core: all share one measurement, and are drawn from the whole document."""
 
     def value(self, document: ReportDocument) -> ReportDocument:

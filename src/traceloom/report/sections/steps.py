@@ -1,21 +1,26 @@
-"""The steps of every rank, and what the devices or the main thread did in each."""
+"""Steps, usual step, slow steps."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from traceloom.model import units
-from traceloom.report.accounts import main_account
-from traceloom.report.names import rank_name
-from traceloom.report.parts import DEVICE, PHASES, named
-from traceloom.report.sections.breakdown import share_columns, shares
-from traceloom.report.sections.section import CoreSection
-from traceloom.report.table import Bar, Cells, Col, Table
+from traceloom import analyze
+from traceloom.analyze.across_ranks import DIFFERENCE_SCHEMA, LEAST_STEPS, SLOW_STEP_SCHEMA
+from traceloom.analyze.kernels import KERNELS, OPERATORS_PER_STEP, WorkPerStep, work_per_step
+from traceloom.analyze.rank_summary import RankPart
+from traceloom.report.document import Bar, Cells, Col, Part, ReportOptions, Table, UnknownValues
+from traceloom.report.labels import DEVICE, PHASES, main_account, named, rank_name, short
+from traceloom.report.sections.device_time import share_columns, shares
+from traceloom.report.sections.ranks import RanksSection
+from traceloom.report.sections.section import CoreSection, Measurements, Section, of_rank_suffix, table
+from traceloom.system import units
+from traceloom.trace.trace import Trace
 
 if TYPE_CHECKING:
     from traceloom.report.documents import ReportDocument
     from traceloom.report.documents.report import RankRow
+    from traceloom.report.documents.sections import PerStepValue, SlowStepsValue
 
 
 class StepsSection(CoreSection):
@@ -144,3 +149,108 @@ def _of_rank(rank: RankRow, position: int, *, several: bool) -> Table:
 
 
 SECTION = StepsSection()
+
+_NAME = 48
+_NOT_SAID = {"rank": "the trace does not say"}
+_WHY = "the trace holds no whole step with such work"
+
+
+class PerStepSection(Section[WorkPerStep, "PerStepValue"]):
+    """Work of a usual step."""
+
+    key, title = "per_step", "Per step"
+    note = "Kernels and operators of a usual step, and how far steps lie apart."
+    what = "work of a usual step, with its spread over the whole steps"
+    parts = {
+        "kernels": Part(
+            KERNELS, "GPU work by name and rank, per whole step; the largest mean first", _NOT_SAID, empty=_WHY
+        ),
+        "operators": Part(
+            OPERATORS_PER_STEP, "self time of operators on the host, per whole step", _NOT_SAID, empty=_WHY
+        ),
+    }
+
+    def measure(self, trace: Trace, options: ReportOptions) -> WorkPerStep:
+        return work_per_step(trace)
+
+    def build(self, study: Measurements[WorkPerStep], absent: UnknownValues) -> PerStepValue:
+        return self.lists(study.frames(self.parts), absent)
+
+    def tables(self, value: PerStepValue) -> Iterator[Table]:
+        tables: list[tuple[str, str, Sequence[Cells]]] = [
+            ("kernels", "total_ns", value["kernels"]),
+            ("operators", "self_ns", value["operators"]),
+        ]
+        for name, time, rows in tables:
+            if rows:
+                columns = ["?rank", f"mean_{time}", f"+min_{time}", f"max_{time}", "mean_call_count", "+step_count",
+                           "name"]  # fmt: skip
+                yield table(f"per_step.{name}", name.capitalize(), columns, rows)
+
+    def summary(self, value: PerStepValue) -> str | None:
+        rows: Sequence[Cells] = value["kernels"] or value["operators"]
+        if not rows:
+            return None
+        time = "total_ns" if value["kernels"] else "self_ns"
+        top = max(rows, key=lambda row: float(row[f"mean_{time}"]))
+        low, high = top[f"min_{time}"], top[f"max_{time}"]
+        spread = "" if low == high else f" ({units.duration(low)} to {units.duration(high)})"
+        mean = units.duration(round(top[f"mean_{time}"]))
+        return f"the largest is {short(top['name'], _NAME)}{of_rank_suffix(top, rows)}: {mean} per step{spread}"
+
+
+PER_STEP_SECTION = PerStepSection()
+
+_MOST = 200
+
+
+class SlowStepsSection(RanksSection["SlowStepsValue"]):
+    """Slow steps, and their account against the usual one."""
+
+    key, title = "slow_steps", "Slow steps"
+    note = "Steps beyond the spread of the others, and what was different in them."
+    what = "slow steps"
+    parts = {
+        "steps": Part(
+            SLOW_STEP_SCHEMA,
+            "every step that all ranks hold completely",
+            {"limit_ns": f"fewer than {LEAST_STEPS} whole steps say nothing about what is usual"},
+            ("median_ns", "over_ns"),
+            "the traces hold no whole step",
+            ranked=False,
+        ),
+        "differences": Part(
+            DIFFERENCE_SCHEMA, "the account of slow steps against the usual one", empty="no step is slow", ranked=False
+        ),
+    }
+
+    def build(self, study: Measurements[RankPart], absent: UnknownValues) -> SlowStepsValue:
+        slow_steps = analyze.slow_steps(list(study.results))
+        return self.lists({"steps": slow_steps.steps, "differences": slow_steps.differences.head(_MOST)}, absent)
+
+    def tables(self, value: SlowStepsValue) -> Iterator[Table]:
+        slow = [row for row in value["steps"] if row["slow"]]
+        if slow:
+            columns = ["step", "duration_ns", "over_ns", "median_ns", "limit_ns", "rank"]
+            yield table("slow_steps.steps", "Slow steps", columns, slow)
+            columns = ["step", "rank", "more_ns", "ns", "usual_ns", "class"]
+            yield table("slow_steps.differences", "What was different", columns, value["differences"])
+
+    def summary(self, value: SlowStepsValue) -> str | None:
+        slow = [row for row in value["steps"] if row["slow"]]
+        if not slow:
+            return None
+        worst = max(slow, key=lambda row: row["over_ns"] or 0)
+        differences = [row for row in value["differences"] if row["step"] == worst["step"]]
+        because = ""
+        if differences:
+            top = differences[0]
+            of = f" of rank {top['rank']}" if worst["rank_count"] > 1 else ""
+            because = f", mostly {top['class'].replace('_', ' ')}{of} (+{units.duration(top['more_ns'])})"
+        return (
+            f"{units.count(len(slow))} of {units.count(len(value['steps']))} steps; step {worst['step']} takes "
+            f"{units.duration(worst['over_ns'])} longer than the median{because}"
+        )
+
+
+SLOW_STEPS_SECTION = SlowStepsSection()

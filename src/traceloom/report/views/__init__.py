@@ -1,1 +1,1 @@
-"""How a document is drawn: one package per format, none of which knows what a section is about."""
+"""Views that draw any document."""

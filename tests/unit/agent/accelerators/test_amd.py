@@ -10,10 +10,10 @@ import pytest
 
 from support.amd import card, metrics_file, mi250x, mi300x, write
 from support.devices import values
-from traceloom.agent.accelerators import DeviceProcess, NotHere
 from traceloom.agent.accelerators.amd import AmdAccelerator
-from traceloom.agent.board import Board
+from traceloom.agent.accelerators.backend import DeviceProcess, NotHere
 from traceloom.agent.config import Collect, Config
+from traceloom.agent.snapshot import Board
 
 FIRST, SECOND = "GPU-a3f2b1c4d5e6f700", "GPU-a3f2b1c4d5e6f701"
 

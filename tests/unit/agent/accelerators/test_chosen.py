@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from support.devices import values
-from traceloom.agent.accelerators.chosen import GROUP, OURS, back_ends
-from traceloom.agent.accelerators.collecting import AcceleratorCollector
+from traceloom.agent.accelerators.backend import GROUP, OURS, back_ends
+from traceloom.agent.accelerators.collector import AcceleratorCollector
 from traceloom.agent.config import Accelerators, Config
 from traceloom.errors import InputError
 
@@ -19,7 +19,7 @@ else:
     import tomli as tomllib
 
 MODULE = """
-from traceloom.agent.accelerators import Device, DeviceProcess
+from traceloom.agent.accelerators.backend import Device, DeviceProcess
 from traceloom.agent.metrics import Reading
 
 class Asic:

@@ -8,13 +8,18 @@ import msgspec
 import pytest
 
 from support.devices import values
-from traceloom.agent.accelerators import DeviceProcess, NotHere
-from traceloom.agent.accelerators.collecting import AcceleratorCollector
-from traceloom.agent.accelerators.recorded import OVER, RecordedAccelerator, SampleWriter, samples
-from traceloom.agent.accelerators.simulated import Load, SimulatedAccelerator
-from traceloom.agent.accelerators.watched import Watched
-from traceloom.agent.board import Board
+from traceloom.agent.accelerators.backend import DeviceProcess, NotHere, Watched
+from traceloom.agent.accelerators.collector import AcceleratorCollector
+from traceloom.agent.accelerators.simulated import (
+    OVER,
+    Load,
+    RecordedAccelerator,
+    SampleWriter,
+    SimulatedAccelerator,
+    samples,
+)
 from traceloom.agent.config import Accelerators, Config
+from traceloom.agent.snapshot import Board
 from traceloom.errors import InputError
 
 EIGHT = Config(host="h", accelerators=Accelerators(simulated=8))
@@ -123,7 +128,7 @@ def _record(path: Path, times: tuple[float, ...]) -> None:
         clock.now = second
         back_end = SimulatedAccelerator(EIGHT, clock)
         back_end.planted[0] = Load(busy=second / 100, pipes={}, power_watts=1.0)
-        from traceloom.agent.accelerators import DeviceEvent, Sample
+        from traceloom.agent.accelerators.backend import DeviceEvent, Sample
 
         writer.write(
             Sample(

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from support.nvml import H100, compiled, steps, with_device
-from traceloom.agent.accelerators.nvml_calls import why_not
-from traceloom.agent.device_models import device_model
+from traceloom.agent.accelerators.nvml import why_not
+from traceloom.agent.flops import device_model
 
 MIB = 1 << 20
 GPU = "GPU-aaaa"

@@ -12,15 +12,14 @@ import pytest
 
 from support.devices import ByHand, values
 from support.exporters import AMD, DCGM_3, DCGM_4, DCGM_4_SERIES, TPU, serving, text
-from traceloom.agent.accelerators import Device, NotHere
 from traceloom.agent.accelerators import scrape as scrape_module
-from traceloom.agent.accelerators.collecting import AcceleratorCollector
+from traceloom.agent.accelerators.backend import Device, NotHere, Watched
+from traceloom.agent.accelerators.collector import AcceleratorCollector
 from traceloom.agent.accelerators.scrape import ScrapedAccelerator, parsed
-from traceloom.agent.accelerators.watched import Watched
-from traceloom.agent.board import Board
 from traceloom.agent.config import Accelerators, Config
 from traceloom.agent.flops import MatrixTypes
 from traceloom.agent.metrics import METRICS, Reading
+from traceloom.agent.snapshot import Board
 
 MIB = 1 << 20
 

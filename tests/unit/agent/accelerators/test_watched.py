@@ -7,12 +7,11 @@ import threading
 import pytest
 
 from support.devices import ByHand, values
-from traceloom.agent.accelerators import NotHere, Sample
-from traceloom.agent.accelerators.collecting import AcceleratorCollector
-from traceloom.agent.accelerators.watched import MOST_STUCK, NOT_HERE_S, Watched
-from traceloom.agent.board import Board
+from traceloom.agent.accelerators.backend import MOST_STUCK, NOT_HERE_S, NotHere, Sample, Watched
+from traceloom.agent.accelerators.collector import AcceleratorCollector
 from traceloom.agent.config import Accelerators, Config
 from traceloom.agent.metrics import Reading
+from traceloom.agent.snapshot import Board
 
 
 class Made:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from traceloom.agent.attach.orders import OrderFile, OrderNews
+from traceloom.agent.profilers.attached import OrderFile, OrderNews
 
 FAR = b'{"state": "recording", "start_ns": 5}\n'
 

@@ -14,10 +14,8 @@ import pytest
 
 from support.attaching import tracer_of
 from support.waiting import until
-from traceloom.agent.attach.ptrace import StoppedThread
-from traceloom.agent.attach.support import unattachable
-from traceloom.agent.bpf.elf import Elf
-from traceloom.agent.bpf.mappings import mappings, open_mapped
+from traceloom.agent.attach.injection import StoppedThread, unattachable
+from traceloom.agent.probes.elf import Elf, mappings, open_mapped
 
 WHY = unattachable()[0]
 pytestmark = pytest.mark.skipif(bool(WHY), reason=WHY)
@@ -110,7 +108,7 @@ def test_what_does_not_return_in_time_is_taken_back(code: str) -> None:
 def test_one_that_is_traced_already_is_left_alone() -> None:
     with program(BUSY) as process:
         code = (
-            "import sys\nfrom traceloom.agent.attach.ptrace import StoppedThread\n"
+            "import sys\nfrom traceloom.agent.attach.injection import StoppedThread\n"
             f"try:\n    with StoppedThread({process.pid}, 5.0): print('stopped')\nexcept PermissionError: print('refused')"
         )
         with StoppedThread(process.pid, 60.0):

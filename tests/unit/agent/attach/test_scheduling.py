@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from traceloom.agent.attach import scheduling
+from traceloom.agent.attach import injection
 
-SOURCE = Path(scheduling.__file__).with_name("in_target.py").read_text(encoding="utf-8")
+SOURCE = Path(injection.__file__).with_name("payload.py").read_text(encoding="utf-8")
 HOSTILE = ['"}))\nimport os; os.abort()\n', "'''", '"""', "\\", "\\x27", "\0", "{source}", "\u2028", "\ud800", "日本"]
 
 
 def _given(order: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """The text and the names that Python would start the thread with, taken apart by Python's own parser."""
-    text = scheduling._text(SOURCE, order, 4096, 8192)
+    text = injection._text(SOURCE, order, 4096, 8192)
     assert b"\0" not in text  # which would end it
     (statement,) = ast.parse(text.decode("ascii")).body
     assert isinstance(statement, ast.Try)

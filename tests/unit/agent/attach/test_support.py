@@ -9,8 +9,7 @@ import pytest
 
 from support.agent_server import locations_in
 from support.host_tree import HostTree
-from traceloom.agent.attach.ptrace import is_call_allowed, is_possible
-from traceloom.agent.attach.support import unattachable
+from traceloom.agent.attach.injection import is_call_allowed, is_possible, unattachable
 from traceloom.agent.config import Config, Traces
 from traceloom.agent.doctor import by_hand
 

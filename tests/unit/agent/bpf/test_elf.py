@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.probes import compiled, needs_compiler
-from traceloom.agent.bpf.elf import Elf
+from traceloom.agent.probes.elf import Elf
 
 SOURCE = """
 static int hidden(int x) { return x + 1; }
@@ -73,7 +73,7 @@ def test_a_stripped_library_has_its_exported_functions_alone(library: Path, tmp_
 
 @needs_compiler
 def test_a_long_table_is_searched_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from traceloom.agent.bpf import elf as module
+    from traceloom.agent.probes import elf as module
 
     source = "".join(f"int function_{number}(void) {{ return {number}; }}\n" for number in range(100))
     elf = opened(compiled(source, tmp_path / "lib.so", "-shared", "-fPIC"))

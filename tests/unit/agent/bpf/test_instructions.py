@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from traceloom.agent.bpf.instructions import R0, R1, R2, R3, R6, R7, R10, Helper, ProbeProgram
+from traceloom.agent.probes.ebpf import R0, R1, R2, R3, R6, R7, R10, Helper, ProbeProgram
 
 
 def test_instructions_are_those_of_the_instruction_set() -> None:

@@ -12,11 +12,24 @@ from pathlib import Path
 import pytest
 
 from support.probes import compiled, needs_compiler, needs_probes
-from traceloom.agent.bpf import support
-from traceloom.agent.bpf.instructions import R0, R1, R2, R3, R4, R6, R10, Helper, ProbeProgram
-from traceloom.agent.bpf.kernel import Map, MapKind, load, machine
-from traceloom.agent.bpf.ring import Ring
-from traceloom.agent.bpf.uprobes import Uprobes
+from traceloom.agent.probes import calls
+from traceloom.agent.probes.ebpf import (
+    R0,
+    R1,
+    R2,
+    R3,
+    R4,
+    R6,
+    R10,
+    Helper,
+    Map,
+    MapKind,
+    ProbeProgram,
+    Ring,
+    load,
+    machine,
+)
+from traceloom.agent.probes.elf import Uprobes
 
 LIBRARY = "long twice(long x) { return 2 * x; }"
 
@@ -150,10 +163,10 @@ def test_a_library_without_the_function_says_so() -> None:
 
 def test_why_there_are_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
-    assert "riscv64" in support.unsupported()[0]
+    assert "riscv64" in calls.unsupported()[0]
     monkeypatch.undo()
-    monkeypatch.setattr(support, "UPROBE_TYPE", tmp_path / "none")
-    assert "CONFIG_UPROBE_EVENTS" in support.unsupported()[0]
+    monkeypatch.setattr(calls, "UPROBE_TYPE", tmp_path / "none")
+    assert "CONFIG_UPROBE_EVENTS" in calls.unsupported()[0]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a user without rights")
@@ -163,7 +176,7 @@ def test_a_user_without_rights_is_told_which_are_needed() -> None:
         os.setgroups([])
         os.setgid(65534)
         os.setuid(65534)
-        why, helps = support.unsupported()
+        why, helps = calls.unsupported()
         os._exit(0 if "refused" in why and "CAP_SYS_ADMIN" in helps else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
@@ -171,5 +184,5 @@ def test_a_user_without_rights_is_told_which_are_needed() -> None:
 @needs_probes
 def test_asking_leaves_nothing_open() -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
-    assert support.unsupported() == ("", "")
+    assert calls.unsupported() == ("", "")
     assert len(list(Path("/proc/self/fd").iterdir())) == before

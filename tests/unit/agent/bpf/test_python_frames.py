@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traceloom.agent.bpf.python_frames import PythonFrames, line_at
+from traceloom.agent.probes.python_frames import PythonFrames, line_at
 
 current = pytest.mark.skipif(
     not (3, 11) <= sys.version_info[:2] <= (3, 13), reason="frames of Python 3.11 to 3.13 are read"

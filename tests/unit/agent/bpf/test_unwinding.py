@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.probes import compiled, needs_compiler, needs_probes
-from traceloom.agent.bpf.call_probes import RECORD, CallProbes, ProbedCall
-from traceloom.agent.bpf.call_stacks import MOST_IN_WINDOW, CallStacks
-from traceloom.agent.bpf.elf import Elf
-from traceloom.agent.bpf.kernel import machine
-from traceloom.agent.bpf.symbols import Symbols
-from traceloom.agent.bpf.unwinding import END, From, rule
+from traceloom.agent.probes.call_stacks import MOST_IN_WINDOW, CallStacks
+from traceloom.agent.probes.calls import RECORD, CallProbes, ProbedCall
+from traceloom.agent.probes.ebpf import machine
+from traceloom.agent.probes.elf import Elf
+from traceloom.agent.probes.symbols import Symbols
+from traceloom.agent.probes.unwinding import END, From, rule
 
 # Functions whose frames differ: none, one of a size that is not known, one that begins at a multiple of 64, many saved
 # registers, and one that calls itself.

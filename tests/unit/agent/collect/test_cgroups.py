@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from support.host_tree import TICKS_PER_S, HostTree
-from traceloom.agent.board import Board
-from traceloom.agent.collect import cgroups as module
-from traceloom.agent.collect.cgroups import Cgroups
-from traceloom.agent.owners import Owner, Process
+from traceloom.agent.collectors import cgroups as module
+from traceloom.agent.collectors.cgroups import Cgroups
+from traceloom.agent.ownership.model import Owner, Process
+from traceloom.agent.snapshot import Board
 
 MIB = 1 << 20
 UNIFIED = {"": ""}

@@ -8,14 +8,10 @@ from pathlib import Path
 import pytest
 
 from support.host_tree import TICKS_PER_S, HostTree
-from traceloom.agent.board import Board
-from traceloom.agent.collect import Collector, host_collectors
-from traceloom.agent.collect.cpu import Cpu
-from traceloom.agent.collect.disks import Disks
-from traceloom.agent.collect.memory import HostMemory
-from traceloom.agent.collect.network import Network, Rdma
-from traceloom.agent.collect.pressure import Pressure
+from traceloom.agent.collectors.collector import Collector, host_collectors
+from traceloom.agent.collectors.host import Cpu, Disks, HostMemory, Network, Pressure, Rdma
 from traceloom.agent.config import Config
+from traceloom.agent.snapshot import Board
 
 MEMINFO = """\
 MemTotal:       1000 kB

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from support.host_tree import TICKS_PER_S, HostTree
-from traceloom.agent.collect import processes as module
-from traceloom.agent.collect.processes import Processes, ProcessFacts, main_cgroup
+from traceloom.agent.collectors import processes as module
+from traceloom.agent.collectors.processes import Processes, ProcessFacts, main_cgroup
 from traceloom.agent.config import Config, Owners
 
 TORCH = "/opt/venv/lib/python3.12/site-packages/torch/lib/libtorch_cpu.so"
@@ -399,7 +399,7 @@ def test_a_real_process_that_ended_and_was_not_waited_for(sleeper: subprocess.Po
 def test_a_user_that_may_not_read_the_processes_of_others(sleeper: subprocess.Popen[bytes]) -> None:
     code = (
         "import sys\n"
-        "from traceloom.agent.collect.processes import Processes\n"
+        "from traceloom.agent.collectors.processes import Processes\n"
         "from traceloom.agent.config import Config\n"
         f"processes = Processes(Config()); processes.device_pids = frozenset({{{sleeper.pid}}})\n"
         "import os; os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"

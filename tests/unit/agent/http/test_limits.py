@@ -9,12 +9,11 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message
 
-from traceloom.agent.config import Access
-from traceloom.agent.http.answers import RequestError
-from traceloom.agent.http.limits import Connections, Rates, body_of
-from traceloom.agent.http.peers import Peer
-from traceloom.agent.http.reading import body_as
-from traceloom.agent.uplink.messages import Enrolment
+from traceloom.agent.fleet_link.protocol import Enrolment
+from traceloom.server.access import Connections, Peer, Rates, body_of
+from traceloom.server.problem import RequestError
+from traceloom.server.routing import body_as
+from traceloom.server.settings import Access
 
 ANNA, BERT, ROOT = (
     Peer(name="anna", uid=1, sees="own"),

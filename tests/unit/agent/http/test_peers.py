@@ -8,12 +8,13 @@ import msgspec
 import pytest
 
 from support.agent_server import ANNA, BERT, full_board
-from traceloom.agent.config import Token
-from traceloom.agent.http.answers import RequestError
-from traceloom.agent.http.peers import Peer, View, tcp_peer
-from traceloom.agent.http.server import is_local_name
 from traceloom.agent.metrics import METRICS
-from traceloom.agent.publish.openmetrics import render
+from traceloom.agent.publishers.openmetrics import render
+from traceloom.agent.snapshot import View
+from traceloom.server.access import Peer, tcp_peer
+from traceloom.server.listener import is_local_name
+from traceloom.server.problem import RequestError
+from traceloom.server.settings import Token
 
 OWNED = {name for name, metric in METRICS.items() if {"process", "job", "cgroup"} & set(metric.labels)}
 

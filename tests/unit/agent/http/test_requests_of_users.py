@@ -12,11 +12,12 @@ import msgspec
 import pytest
 
 from support.agent_server import SmallAgent, ask, listening
-from traceloom.agent.config import Access, Config
-from traceloom.agent.http.answers import RequestError
-from traceloom.agent.http.moments import moment
-from traceloom.agent.requests.model import Target, TraceRequest, Wanted
-from traceloom.agent.requests.places import Places
+from traceloom.agent.config import Config
+from traceloom.agent.traces.files import Places
+from traceloom.agent.traces.requests import Target, TraceRequest, Wanted
+from traceloom.server.problem import RequestError
+from traceloom.server.routing import moment
+from traceloom.server.settings import Access
 
 CONTENT = bytes(range(256)) * 40
 OTHER = 4_000_000  # a user that nobody is

@@ -14,19 +14,19 @@ import pytest
 from starlette.requests import Request
 
 from support.agent_server import ANNA, BERT, SmallAgent, ask, full_board, listening
-from traceloom.agent.board import Board
-from traceloom.agent.config import Access, Config, MetricRule, Tcp, Token
-from traceloom.agent.hang_desk import HangRecord
-from traceloom.agent.hangs import Hang, HungProcess
-from traceloom.agent.http.answers import RequestError
-from traceloom.agent.http.moments import moment
-from traceloom.agent.http.openapi import document
-from traceloom.agent.http.peers import Peer
-from traceloom.agent.http.routes import ROUTES, Asked, boot_id
-from traceloom.agent.http.triggers import triggers_answer
-from traceloom.agent.owners import Owner
-from traceloom.agent.requests.model import Wanted
+from traceloom.agent.config import Config, MetricRule
+from traceloom.agent.handlers.telemetry import ROUTES, Asked, boot_id
+from traceloom.agent.handlers.traces import triggers_answer
+from traceloom.agent.hangs.detector import Hang, HungProcess
+from traceloom.agent.hangs.service import HangRecord
+from traceloom.agent.ownership.model import Owner
+from traceloom.agent.snapshot import Board
+from traceloom.agent.traces.requests import Wanted
 from traceloom.agent.triggers.store import Fired, Refused
+from traceloom.server.access import Peer
+from traceloom.server.problem import RequestError
+from traceloom.server.routing import document, moment
+from traceloom.server.settings import Access, Tcp, Token
 
 DOCUMENT = document(ROUTES)
 BODIES = {
@@ -369,7 +369,7 @@ def test_a_defect_is_an_answer_too(
 
 
 def test_a_query_with_too_large_an_answer(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("traceloom.agent.http.routes._MOST_POINTS", 1)
+    monkeypatch.setattr("traceloom.agent.handlers.telemetry._MOST_POINTS", 1)
     assert running.refused("/api/v1/query?metric=gpu_busy_ratio", 400)["slug"] == "too-many-values"
 
 

@@ -18,9 +18,10 @@ from pathlib import Path
 import pytest
 
 from support.agent_server import Reply, SmallAgent, ask, connect, listening
-from traceloom.agent.config import Access, Config, Tcp, Token
-from traceloom.agent.http.server import tcp_security, unix_listener
+from traceloom.agent.config import Config
 from traceloom.errors import InputError, OutputError
+from traceloom.server.listener import tcp_security, unix_listener
+from traceloom.server.settings import Access, Tcp, Token
 
 PATIENCE_S = 60.0  # of these tests; that of the agent is far shorter
 

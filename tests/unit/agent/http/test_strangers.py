@@ -12,19 +12,20 @@ import pytest
 from starlette.requests import Request
 
 from support.agent_server import ANNA, BERT, SmallAgent, full_board
-from traceloom.agent.accelerators import Device
-from traceloom.agent.collect.cgroups import OomKill
+from traceloom.agent.accelerators.backend import Device
+from traceloom.agent.collectors.cgroups import OomKill
 from traceloom.agent.config import Config, MetricRule
-from traceloom.agent.hang_desk import HangRecord
-from traceloom.agent.hangs import Hang, HungProcess, JobKey
-from traceloom.agent.http.answers import RequestError
-from traceloom.agent.http.peers import Peer, View
-from traceloom.agent.http.routes import ROUTES, Asked, Route
+from traceloom.agent.handlers.telemetry import ROUTES, Asked, Route
+from traceloom.agent.hangs.detector import Hang, HungProcess, JobKey
+from traceloom.agent.hangs.service import HangRecord
 from traceloom.agent.metrics import METRICS
-from traceloom.agent.owners import Owner, Process
-from traceloom.agent.publish.openmetrics import render
-from traceloom.agent.requests.model import Cause, Target, TraceRequest, Wanted
+from traceloom.agent.ownership.model import Owner, Process
+from traceloom.agent.publishers.openmetrics import render
+from traceloom.agent.snapshot import View
+from traceloom.agent.traces.requests import Cause, Target, TraceRequest, Wanted
 from traceloom.agent.triggers.store import Fired, Refused
+from traceloom.server.access import Peer
+from traceloom.server.problem import RequestError
 
 NEEDLE = "berts"  # stands in every text of Bert's
 COMMAND = "with-what"  # stands in every command

@@ -10,10 +10,10 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_plain
 
 from support.agent_server import full_board
-from traceloom.agent.board import Board
 from traceloom.agent.config import Config
 from traceloom.agent.metrics import METRICS, Reading
-from traceloom.agent.publish.openmetrics import prefers_openmetrics, render
+from traceloom.agent.publishers.openmetrics import prefers_openmetrics, render
+from traceloom.agent.snapshot import Board
 
 OPENMETRICS = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.3"
 

@@ -16,7 +16,7 @@ from opentelemetry.proto.metrics.v1.metrics_pb2 import AggregationTemporality
 from support.agent_server import full_board
 from traceloom.agent.config import Config, Otlp
 from traceloom.agent.metrics import METRICS
-from traceloom.agent.publish.otlp import OtlpPublisher
+from traceloom.agent.publishers.otlp import OtlpPublisher
 
 
 class Receiver(HTTPServer):

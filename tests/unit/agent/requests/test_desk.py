@@ -10,14 +10,14 @@ import msgspec
 import pytest
 
 from traceloom.agent.config import Config, Traces
-from traceloom.agent.http.answers import RequestError
-from traceloom.agent.owners import Owner, Process
-from traceloom.agent.registry import ProfilerClient, ProfilerRegistry
-from traceloom.agent.requests.desk import RequestDesk
-from traceloom.agent.requests.model import Wanted
-from traceloom.agent.requests.places import Places
-from traceloom.agent.requests.store import RequestStore
+from traceloom.agent.database import RequestStore
+from traceloom.agent.kineto.server import ProfilerClient, ProfilerRegistry
+from traceloom.agent.ownership.model import Owner, Process
 from traceloom.agent.steps import Steps
+from traceloom.agent.traces.files import Places
+from traceloom.agent.traces.requests import Wanted
+from traceloom.agent.traces.runner import RequestDesk
+from traceloom.server.problem import RequestError
 
 
 class Host:

@@ -13,16 +13,16 @@ import msgspec
 import pytest
 
 from traceloom.agent.config import Config
-from traceloom.agent.http.answers import RequestError
-from traceloom.agent.owners import Owner, Process
-from traceloom.agent.profilers import ProfilerError, Window
-from traceloom.agent.registry import ProfilerRegistry
-from traceloom.agent.requests.desk import RequestDesk
-from traceloom.agent.requests.model import Target, TraceRequest, Wanted
-from traceloom.agent.requests.places import Places, drop
-from traceloom.agent.requests.store import RequestStore
+from traceloom.agent.database import RequestStore
+from traceloom.agent.kineto.server import ProfilerRegistry
+from traceloom.agent.ownership.model import Owner, Process
+from traceloom.agent.profilers.base import ProfilerError, Window
 from traceloom.agent.steps import Steps
+from traceloom.agent.traces.files import Places, drop
+from traceloom.agent.traces.requests import Target, TraceRequest, Wanted
+from traceloom.agent.traces.runner import RequestDesk
 from traceloom.errors import OutputError
+from traceloom.server.problem import RequestError
 
 UID = os.geteuid()
 OLD = time.time() - 7200

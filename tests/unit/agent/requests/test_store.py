@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from traceloom.agent.requests.leases import Leases
-from traceloom.agent.requests.model import Target, TraceRequest, Wanted
-from traceloom.agent.requests.store import RequestStore
+from traceloom.agent.database import RequestStore
+from traceloom.agent.traces.requests import Leases, Target, TraceRequest, Wanted
 from traceloom.errors import InputError, OutputError
 
 

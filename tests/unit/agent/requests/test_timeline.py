@@ -20,21 +20,20 @@ import pytest
 
 from support.kineto_clients import KinetoClient, trace_text, write_trace
 from support.waiting import until
-from traceloom.agent.board import Board
+from traceloom.agent.collectors.scheduler import Scheduler
 from traceloom.agent.config import Config
-from traceloom.agent.ipc.sockets import KinetoSockets
+from traceloom.agent.database import RequestStore
+from traceloom.agent.kineto.server import KinetoSockets, ProfilerRegistry, parent_and_start
 from traceloom.agent.metrics import Reading
-from traceloom.agent.owners import Process
-from traceloom.agent.profilers import ProfilerError, Window
+from traceloom.agent.ownership.model import Process
+from traceloom.agent.profilers.base import ProfilerError, Window
 from traceloom.agent.profilers.telemetry import TelemetryProfiler
 from traceloom.agent.profilers.timeline import CommonStart, TimelineOrder, TimelineProfiler
-from traceloom.agent.registry import ProfilerRegistry, parent_and_start
-from traceloom.agent.requests.desk import RequestDesk
-from traceloom.agent.requests.model import TraceRequest, Wanted
-from traceloom.agent.requests.places import Places
-from traceloom.agent.requests.store import RequestStore
-from traceloom.agent.scheduler import Scheduler
+from traceloom.agent.snapshot import Board
 from traceloom.agent.steps import Steps
+from traceloom.agent.traces.files import Places
+from traceloom.agent.traces.requests import TraceRequest, Wanted
+from traceloom.agent.traces.runner import RequestDesk
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the agent is Linux's")
 EVERY_S = 0.05  # between polls of the stand-in
@@ -285,7 +284,7 @@ def test_a_quota_counts_what_is_kept_and_nothing_else(place: Path) -> None:
 
 KEEPS = """
 import json, os, resource, sys
-from traceloom.agent.requests import keeping
+from traceloom.agent.traces import files as keeping
 pages = int(open("/proc/self/statm").read().split()[0])
 keeping._ROOM_BYTES = pages * resource.getpagesize() + (32 << 20)
 facts = keeping.keep(

@@ -11,18 +11,21 @@ from statistics import median
 import pytest
 
 from support.triggers import START_NS, rule, worker
-from traceloom.agent.accelerators import Device
-from traceloom.agent.board import Board
+from traceloom.agent.accelerators.backend import Device
 from traceloom.agent.config import CadenceRule, MetricRule, StepRegressionRule, TriggerBudget
 from traceloom.agent.metrics import Reading
-from traceloom.agent.owners import Owner, Process
+from traceloom.agent.ownership.model import Owner, Process
+from traceloom.agent.snapshot import Board
 from traceloom.agent.steps import Steps, StepsTaken
-from traceloom.agent.triggers.cadence import CadenceWatch
-from traceloom.agent.triggers.ledger import DAY_NS, Charge, TriggerLedger
-from traceloom.agent.triggers.metric import MetricWatch, of_rule
-from traceloom.agent.triggers.regression import StepRegressionWatch
-from traceloom.agent.triggers.targets import ProcessIndex, chosen, owned_so
-from traceloom.agent.triggers.values import SeriesValues, matching
+from traceloom.agent.triggers.store import DAY_NS, Charge, ProcessIndex, TriggerLedger, chosen, owned_so
+from traceloom.agent.triggers.watches import (
+    CadenceWatch,
+    MetricWatch,
+    SeriesValues,
+    StepRegressionWatch,
+    matching,
+    of_rule,
+)
 
 S = 10**9
 DEVICES = ("GPU-0", "GPU-1", "GPU-2")

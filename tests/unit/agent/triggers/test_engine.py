@@ -15,11 +15,11 @@ import pytest
 from support.triggers import START_NS, Rules, rule, worker
 from traceloom.agent.config import TriggerBudget
 from traceloom.agent.metrics import Reading
-from traceloom.agent.owners import Process
-from traceloom.agent.profilers import Window
-from traceloom.agent.requests.model import TraceRequest
-from traceloom.agent.triggers import Firing
+from traceloom.agent.ownership.model import Process
+from traceloom.agent.profilers.base import Window
+from traceloom.agent.traces.requests import TraceRequest
 from traceloom.agent.triggers.store import TriggerStore
+from traceloom.agent.triggers.watches import Firing
 from traceloom.errors import InputError
 
 HOT = 'on = "metric"\nmetric = "gpu_power_watts"\nabove = 5.0\n'

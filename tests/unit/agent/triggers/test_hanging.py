@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from traceloom.agent.board import Board
 from traceloom.agent.config import Config, Hangs
-from traceloom.agent.hang_desk import HangDesk, HangRecord, State
-from traceloom.agent.hangs import Hang
+from traceloom.agent.hangs.detector import Hang
+from traceloom.agent.hangs.service import HangDesk, HangRecord, State
 from traceloom.agent.history import History
-from traceloom.agent.requests.places import Places
+from traceloom.agent.snapshot import Board
 from traceloom.agent.steps import Steps
-from traceloom.agent.triggers.hanging import HangRuleWatch
+from traceloom.agent.traces.files import Places
+from traceloom.agent.triggers.watches import HangRuleWatch
 
 
 @pytest.fixture

@@ -10,11 +10,11 @@ from itertools import pairwise
 import pytest
 
 from support.triggers import START_NS, Rules, rule, worker
-from traceloom.agent.accelerators import Device, DeviceEvent
-from traceloom.agent.collect.cgroups import OomKill
+from traceloom.agent.accelerators.backend import Device, DeviceEvent
+from traceloom.agent.collectors.cgroups import OomKill
 from traceloom.agent.config import AnyRule, CadenceRule
 from traceloom.agent.steps import Steps, StepsTaken
-from traceloom.agent.triggers.cadence import CadenceWatch
+from traceloom.agent.triggers.watches import CadenceWatch
 
 
 def live(rules: Callable[[], Rules], test: Callable[[Rules], Awaitable[None]]) -> None:

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from support.scripted_service import Question, Reply, refusal, scripted
-from traceloom.agent.uplink.client import ServiceClient, ServiceError
-from traceloom.agent.uplink.messages import Enrolled, Enrolment, WorkAnswer
+from traceloom.agent.fleet_link.client import ServiceClient, ServiceError
+from traceloom.agent.fleet_link.protocol import Enrolled, Enrolment, WorkAnswer
 from traceloom.errors import InputError
 
 WORK = Reply(msgspec.json.encode({"version": "7", "work": []}))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traceloom.agent.uplink.clock import DRIFT, KEPT, RoundTrip, ServiceClock
+from traceloom.agent.fleet_link.link import DRIFT, KEPT, RoundTrip, ServiceClock
 
 START = 1_700_000_000_000_000_000
 DELAY = st.integers(0, 2_000_000_000)

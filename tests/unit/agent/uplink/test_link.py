@@ -15,12 +15,10 @@ from msgspec.structs import replace
 
 from support.scripted_service import Question, Reply, ScriptedService, refusal, scripted
 from support.triggers import Rules, worker
-from traceloom.agent.accelerators import Device
+from traceloom.agent.accelerators.backend import Device
 from traceloom.agent.config import FleetLink
-from traceloom.agent.requests.model import Wanted
-from traceloom.agent.topline import Topline
-from traceloom.agent.uplink.link import TOKEN_VARIABLE, Membership, Uplink
-from traceloom.agent.uplink.messages import (
+from traceloom.agent.fleet_link.link import TOKEN_VARIABLE, Membership, Uplink
+from traceloom.agent.fleet_link.protocol import (
     Enrolled,
     Enrolment,
     Heartbeat,
@@ -31,6 +29,8 @@ from traceloom.agent.uplink.messages import (
     UsageRow,
     WorkAnswer,
 )
+from traceloom.agent.topline import Topline
+from traceloom.agent.traces.requests import Wanted
 
 HOUR_NS = 3600 * 10**9
 encode = msgspec.json.encode

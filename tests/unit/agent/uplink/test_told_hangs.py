@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from support.triggers import Rules, worker
 from traceloom.agent.config import FleetLink
+from traceloom.agent.fleet_link.link import Uplink
 from traceloom.agent.topline import Topline
-from traceloom.agent.uplink.link import Uplink
 
 
 def test_processes_of_a_job_that_hangs_are_told_as_such_and_no_others(tmp_path: Path) -> None:

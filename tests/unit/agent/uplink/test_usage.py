@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traceloom.agent.owners.sharing import split
+from traceloom.agent.fleet_link.protocol import UsageRow
+from traceloom.agent.fleet_link.usage import MINUTE_MS, UsageBacklog, UsageMinutes
+from traceloom.agent.ownership.model import split
 from traceloom.agent.topline import JobDeviceTime
-from traceloom.agent.uplink.messages import UsageRow
-from traceloom.agent.uplink.usage import MINUTE_MS, UsageBacklog, UsageMinutes
 from traceloom.errors import InputError
 
 MS = 1_000_000

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from traceloom.cli import main
-from traceloom.replay.measure import measuring
+from traceloom.workload.replay import measure
 
 pytest.importorskip("torch")
 
@@ -34,9 +34,9 @@ def test_what_cannot_be_measured_is_refused(capsys: pytest.CaptureFixture[str], 
 def test_ranks_of_a_launcher_are_its_own(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for name, value in {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert measuring.launched() == (3, 8, 8)
+    assert measure.launched() == (3, 8, 8)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert measuring.launched() == (3, 8, 4)
+    assert measure.launched() == (3, 8, 4)
     code, said = refused(capsys, "--ranks", "2")
     assert (code, "the launcher has started 8" in said) == (2, True)
 
@@ -45,6 +45,6 @@ def test_without_torch_there_is_nothing_to_measure_with(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     find = importlib.util.find_spec
-    monkeypatch.setattr(measuring, "find_spec", lambda name: None if name == "torch" else find(name))
+    monkeypatch.setattr(measure, "find_spec", lambda name: None if name == "torch" else find(name))
     code, said = refused(capsys)
     assert (code, "no-torch" in said) == (3, True)

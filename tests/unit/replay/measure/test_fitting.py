@@ -10,14 +10,13 @@ import polars as pl
 import pytest
 
 from support.documents import check_document
-from traceloom.analyze.collective.bandwidth import bus_factor
+from traceloom.analyze.bandwidth import bus_factor
 from traceloom.cli import main
-from traceloom.replay.measure import Task, fit_machine
-from traceloom.replay.measure.repeating import FEWEST, MOST, enough, half_width
-from traceloom.replay.measure.task import COLLECTIVES, Recorded, Series
 from traceloom.report import calibration as report
 from traceloom.report.documents.calibration import CalibrationDocument
-from traceloom.simulate.machine import machine_text, read_machine
+from traceloom.workload.replay.measure import fit_machine
+from traceloom.workload.replay.measure_rank import COLLECTIVES, FEWEST, MOST, Recorded, Series, Task, enough, half_width
+from traceloom.workload.simulate.machine_file import machine_text, read_machine
 
 PLANTED = {  # latency in ns, bus bandwidth in 10^9 B/s
     kind: (20_000 + 7_000 * number, 3.0 + number) for number, kind in enumerate(COLLECTIVES)
@@ -108,9 +107,9 @@ def test_one_rank_has_a_device_and_no_network() -> None:
     answer = fit_machine(task(1), recorded(task(1)))
     assert answer.machine.dimensions == ()
     assert [notice.slug for notice in answer.notices] == ["transfers-not-measured"]
-    document = report.build(answer)
+    document = report.build_calibration(answer)
     check_document(document, CalibrationDocument)
-    text = " ".join(line.plain for line in report.render(document, 100))
+    text = " ".join(line.plain for line in report.render_calibration(document, 100))
     assert "not measured: the network: one rank has nobody to communicate with." in text
     assert "The device reached bf16" in text
     assert "Transfers" not in text
@@ -138,9 +137,9 @@ def test_a_known_device_keeps_its_peaks() -> None:
 
 
 def test_the_terminal_shows_every_fit() -> None:
-    document = report.build(fit_machine(task(4, 2), recorded(task(4, 2))))
+    document = report.build_calibration(fit_machine(task(4, 2), recorded(task(4, 2))))
     check_document(document, CalibrationDocument)
-    text = "\n".join(line.plain for line in report.render(document, 120))
+    text = "\n".join(line.plain for line in report.render_calibration(document, 120))
     assert all(kind in text for kind in COLLECTIVES)
     assert "4 in several" in text
 

@@ -1,0 +1,322 @@
+"""`Accelerator` protocol, which back ends run, each behind a thread with a time limit.
+
+A back end is an entry point of the group `traceloom.accelerators`: something that takes the `Config` and gives an
+`Accelerator`, or raises `NotHere`. It is made, asked and closed in a thread of its own (`watched.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from importlib.metadata import EntryPoint, entry_points
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from traceloom.agent.config import Config
+from traceloom.agent.metrics import METRICS, Reading
+from traceloom.errors import InputError, nearest
+
+
+class Device(msgspec.Struct, frozen=True, kw_only=True):
+    """A device, or a partition of one (MIG), which has an identity of its own. None: not known."""
+
+    uuid: str
+    index: str
+    vendor: str
+    model: str
+    pci: str = ""
+    driver: str = ""
+    parent: str = ""  # uuid of the device that this is a partition of
+    partition: str = ""  # what kind of partition, as `1g.10gb`, with its numbers
+    memory_bytes: int | None = None
+    multiprocessors: int | None = None
+    highest_clock_hz: float | None = None
+    architecture: str = ""  # as volta, ampere, ada, hopper, blackwell, cdna3
+    owner: dict[str, str] = {}  # whose it is, where its back end says so: job, user, pod, namespace, container ...
+    stale: str = ""  # why nothing is known of it now; "" where it answers
+
+
+class DeviceProcess(msgspec.Struct, frozen=True, kw_only=True):
+    """A process on a device. `busy_ratio`: share of the last interval in which its kernels ran."""
+
+    device: str
+    pid: int
+    memory_bytes: int | None = None
+    busy_ratio: float | None = None
+
+
+class DeviceEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that happened to a device. `kind`: xid, ecc, throttle, lost, back; times in ns since the epoch."""
+
+    at_ns: int
+    device: str
+    kind: str
+    code: int | None = None
+    text: str = ""
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a back end has to say at one time, in ns since the epoch."""
+
+    at_ns: int
+    devices: list[Device] = []
+    readings: list[Reading] = []
+    processes: list[DeviceProcess] = []
+    events: list[DeviceEvent] = []
+    capabilities: dict[str, str] = {}
+
+
+class NotHere(Exception):  # noqa: N818 - it is no error that a host has no such device
+    """There is nothing on this host for a back end to look at: why, and what would help."""
+
+
+class Accelerator(Protocol):
+    """A back end. Its methods block; they are called from one thread of its own, and abandoned after 2 s."""
+
+    name: str
+
+    def devices(self) -> list[Device]:
+        """The devices there are now."""
+
+    def capabilities(self) -> dict[str, str]:
+        """`capability` -> "" where it can be had, else why not and what would help."""
+
+    def sample(self) -> list[Reading]:
+        """Metrics of all its devices."""
+
+    def processes(self) -> list[DeviceProcess]:
+        """Who is on them."""
+
+    def events(self) -> list[DeviceEvent]:
+        """What happened since the last call."""
+
+    def pause(self, seconds: float) -> bool:
+        """Release hardware counters for another profiler, for so long at most; whether there were any."""
+
+    def close(self) -> None:
+        """Let go of the driver."""
+
+
+def capability(metric: str, labels: Iterable[str] = ()) -> str:
+    """What `capabilities` calls a metric: with its labels after the device, as `gpu_pipe_active_ratio{hmma}`."""
+    text = ",".join(label for label in labels if label)
+    return f"{metric}{{{text}}}" if text else metric
+
+
+LIMIT_S = 2.0
+NOT_HERE_S = 60.0  # until a host without such devices is looked at again: a driver may be loaded later
+FIRST_RETRY_S, LAST_RETRY_S = 10.0, 600.0  # doubled from one failure to the next
+MOST_STUCK = 2  # threads that may hang in a driver at the same time; nothing can end them
+
+T = TypeVar("T")
+
+
+class BackEndThread:
+    """Makes one back end, calls it, one call after the other, and closes it."""
+
+    def __init__(self, name: str, make: Callable[[], Accelerator]) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._make = make
+        self._accelerator: Accelerator | None = None
+        self._thread = threading.Thread(target=self._run, name=f"accelerator {name}", daemon=True)
+        self._thread.start()
+
+    def submit(self, call: Callable[[Accelerator], T]) -> Future[T]:
+        """Have a call made after those before it."""
+        answer: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                if self._accelerator is None:
+                    self._accelerator = self._make()
+                answer.set_result(call(self._accelerator))
+            except Exception as error:  # noqa: BLE001 - a stranger's back end may raise anything
+                answer.set_exception(error)
+
+        self._calls.put(run)
+        return answer
+
+    def stop(self) -> None:
+        """End after the calls before it: a call that hangs keeps the thread until it comes back, if ever."""
+        self._calls.put(None)
+
+    def is_alive(self) -> bool:
+        """Whether it still runs or hangs."""
+        return self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (run := self._calls.get()) is not None:
+            run()
+        if self._accelerator is not None:
+            with suppress(Exception):
+                self._accelerator.close()
+
+
+def _sample(accelerator: Accelerator) -> Sample:
+    """All that a back end says now.
+
+    Raises:
+        ValueError: It says what nobody declared: it alone fails then, not the board of all.
+    """
+    sample = Sample(
+        at_ns=time.time_ns(),
+        devices=accelerator.devices(),
+        readings=[reading for reading in accelerator.sample() if math.isfinite(reading.value)],  # else it is not known
+        processes=accelerator.processes(),
+        events=accelerator.events(),
+        capabilities=accelerator.capabilities(),
+    )
+    for reading in sample.readings:
+        metric = METRICS.get(reading.metric)
+        if metric is None or len(metric.labels) != len(reading.labels):
+            raise ValueError(f"`{reading.metric}` with {len(reading.labels)} labels is no metric of the agent")
+    return sample
+
+
+class Watched:
+    """A back end that never keeps its caller waiting for longer than the limit.
+
+    A back end that hangs is abandoned with its thread; one that fails is closed. In both cases its devices stay, stale,
+    without readings, and a fresh back end is made later, at growing intervals, unless too many threads already hang.
+
+    Args:
+        name: What it is called in the configuration.
+        make: Makes a fresh back end; called in the thread.
+        limit_s: How long a sample may take.
+        clock: Seconds that only grow.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[], Accelerator],
+        limit_s: float = LIMIT_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name = name
+        self.trouble = ""  # why there is no sample; "" where there is
+        self.here = True  # False where the host has nothing for it
+        self.capabilities: dict[str, str] = {}
+        self._make = make
+        self._limit_s = limit_s
+        self._clock = clock
+        self._devices: list[Device] = []
+        self._thread: BackEndThread | None = None
+        self._stuck: list[BackEndThread] = []
+        self._pending: Future[Sample] | None = None
+        self._deadline = 0.0
+        self._failures = 0
+        self._next_try = 0.0
+
+    def begin(self) -> None:
+        """Start to take a sample, unless it is not yet time to try again."""
+        self._stuck = [thread for thread in self._stuck if thread.is_alive()]
+        if self._thread is None and self._clock() >= self._next_try and len(self._stuck) < MOST_STUCK:
+            self._thread = BackEndThread(self.name, self._make)
+        if self._thread is not None:
+            self._pending = self._thread.submit(_sample)
+            self._deadline = time.monotonic() + self._limit_s
+
+    def finish(self) -> Sample:
+        """The sample that was begun; without one, the devices of the last, stale."""
+        pending, self._pending = self._pending, None
+        if pending is not None and not wait([pending], max(0.0, self._deadline - time.monotonic())).done:
+            self._give_up(f"its driver has not answered for {self._limit_s:g} s", hangs=True)
+        elif pending is not None:
+            try:
+                sample = pending.result()
+            except NotHere as error:
+                self._give_up(str(error), hangs=False)
+                self.here, self._next_try, self._devices = False, self._clock() + NOT_HERE_S, []
+            except Exception as error:  # noqa: BLE001 - a stranger's back end may raise anything
+                self._give_up(f"it failed: {type(error).__name__}: {error}", hangs=False)
+            else:
+                self.here, self.trouble, self._failures = True, "", 0
+                self._devices, self.capabilities = sample.devices, sample.capabilities
+                return sample
+        return Sample(at_ns=time.time_ns(), devices=self._devices)
+
+    def pause(self, seconds: float) -> bool:
+        """Release the hardware counters; False where the back end did not do it in time."""
+        return self._ask(lambda accelerator: accelerator.pause(seconds))
+
+    def close(self) -> None:
+        """Let go of the back end; what hangs is left behind."""
+        if self._thread is not None:
+            self._thread.stop()
+            self._thread = None
+
+    def _ask(self, call: Callable[[Accelerator], bool]) -> bool:
+        thread = self._thread  # which another thread may give up meanwhile
+        if thread is None:
+            return False
+        with suppress(Exception):
+            return thread.submit(call).result(self._limit_s)
+        return False
+
+    def _give_up(self, why: str, *, hangs: bool) -> None:
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.stop()
+        if thread is not None and hangs:
+            self._stuck.append(thread)
+        self.trouble = why
+        self._next_try = self._clock() + min(FIRST_RETRY_S * 2**self._failures, LAST_RETRY_S)
+        self._failures += 1
+        self._devices = [msgspec.structs.replace(device, stale=why) for device in self._devices]
+
+
+def device_readings(device: Device) -> list[Reading]:
+    """`gpu_up` and `gpu_info` of a device, and what it is made of."""
+    info = (
+        device.uuid, device.index, device.vendor, device.model, device.pci, device.driver, device.parent,
+        device.partition,
+    )  # fmt: skip
+    return [Reading("gpu_up", (device.uuid,), float(not device.stale)), Reading("gpu_info", info, 1.0)]
+
+
+GROUP = "traceloom.accelerators"
+_HERE = "traceloom.agent.accelerators"
+# In this order: of two that see the same device, the earlier has its say first. pyproject.toml declares the same.
+OURS = {
+    "nvml": f"{_HERE}.nvml:NvmlAccelerator",
+    "amd": f"{_HERE}.amd:AmdAccelerator",
+    "scrape": f"{_HERE}.scrape:ScrapedAccelerator",
+    "simulated": f"{_HERE}.simulated:SimulatedAccelerator",
+    "recorded": f"{_HERE}.recorded:RecordedAccelerator",
+}
+
+
+def back_ends(config: Config) -> list[Watched]:
+    """The back ends, each behind a thread; nothing of them is imported before its first sample.
+
+    Raises:
+        InputError: `wrong-config`: the configuration names a back end that is not installed.
+    """
+    points = {name: EntryPoint(name, value, GROUP) for name, value in OURS.items()}
+    for point in entry_points(group=GROUP):
+        points.setdefault(point.name, point)
+    settings = config.accelerators
+    unset = {"scrape": not settings.scrape, "simulated": not settings.simulated, "recorded": not settings.recorded}
+    names = settings.backends or tuple(name for name in points if not unset.get(name))
+    for name in names:
+        if name not in points:
+            raise InputError(
+                f"there is no back end `{name}`", slug="wrong-config", where="accelerators.backends",
+                hint=nearest(name, points) + f"installed are {', '.join(points)}",
+            )  # fmt: skip
+    watched = []
+    for name in names:
+
+        def make(point: EntryPoint = points[name]) -> Accelerator:
+            accelerator: Accelerator = point.load()(config)
+            return accelerator
+
+        watched.append(Watched(name, make))
+    return watched

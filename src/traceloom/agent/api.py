@@ -1,0 +1,528 @@
+"""Request and answer Structs of the agent's HTTP API (the CLI decodes into them)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol
+
+import msgspec
+from msgspec import Meta
+
+from traceloom.agent.config import AnyRule, Config
+from traceloom.agent.hangs.stacks import GroupedStacks, StackGroup, Unseen
+from traceloom.agent.metrics import Kind, Series
+from traceloom.agent.ownership.model import Process
+from traceloom.agent.snapshot import Board
+from traceloom.agent.topline import TracedFacts
+from traceloom.agent.traces.requests import Cause, Target, Wanted
+from traceloom.server.access import Sees
+from traceloom.server.problem import HttpAnswer
+
+if TYPE_CHECKING:
+    from traceloom.agent.hangs.service import HangDesk
+    from traceloom.agent.traces.runner import RequestDesk
+    from traceloom.agent.triggers.adapter import Triggers
+
+
+Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+
+
+class Health(HttpAnswer, frozen=True):
+    """Whether the agent lives: its loop answers, and something was collected of late."""
+
+    healthy: bool
+    reason: str = ""
+
+
+class CollectorAnswer(HttpAnswer, frozen=True):
+    """How a collector fares. `ran_ns`: when it last ran, null: never; `trouble`: why it gave nothing then."""
+
+    name: str
+    period_seconds: float
+    ran_ns: int | None
+    seconds: float
+    runs: int
+    failures: dict[str, int]
+    trouble: str = ""
+
+
+class StatusAnswer(HttpAnswer, frozen=True):
+    """The agent and how it fares. `you`: what the one who asks may see."""
+
+    version: str
+    host: str
+    boot_id: str
+    pid: int
+    uid: int
+    started_ns: int
+    now_ns: int
+    series: int
+    devices: int
+    stale_devices: int
+    processes: int
+    collectors: list[CollectorAnswer]
+    history: dict[str, float] = {}
+    history_trouble: str = ""  # why nothing is on disk now
+    publishers: dict[str, str] = {}  # name -> "" or its last trouble
+    you: Sees = "host"
+
+
+class Check(HttpAnswer, frozen=True):
+    """A thing that the doctor looked at. `works`: yes, no, or partly; `why` not, and what would `help`."""
+
+    area: str
+    name: str
+    works: Literal["yes", "no", "partly"]
+    why: str = ""
+    help: str = ""
+
+
+class DoctorAnswer(HttpAnswer, frozen=True):
+    """What works on this host and what does not."""
+
+    checks: list[Check]
+
+
+class ValueAnswer(HttpAnswer, frozen=True):
+    """The latest value of a series, by its labels."""
+
+    metric: str
+    labels: dict[str, str]
+    value: float
+    at_ns: int
+
+
+class DeviceAnswer(HttpAnswer, frozen=True):
+    """A device or a partition of one: what is measured of it now; of who is on it what the one who asks may see."""
+
+    uuid: str
+    index: str
+    vendor: str
+    model: str
+    pci: str
+    driver: str
+    parent: str
+    partition: str
+    architecture: str
+    memory_bytes: int | None
+    multiprocessors: int | None
+    highest_clock_hz: float | None
+    owner: dict[str, str]  # as its exporter says; for those who see all
+    stale: str
+    processes: list[str]
+    jobs: list[str]
+    values: list[ValueAnswer]
+
+
+class DevicesAnswer(HttpAnswer, frozen=True):
+    """All devices of the host."""
+
+    devices: list[DeviceAnswer]
+
+
+class OwnerAnswer(HttpAnswer, frozen=True):
+    """Whose a process is; "" or null: not known. `sources`: where each was read."""
+
+    job: str
+    name: str
+    scheduler: str
+    rank: int | None
+    local_rank: int | None
+    world_size: int | None
+    user: str
+    account: str
+    partition: str
+    namespace: str
+    pod: str
+    container: str
+    framework: str
+    framework_version: str
+    devices: tuple[str, ...]
+    labels: dict[str, str]
+    sources: dict[str, str]
+
+
+class ProcessAnswer(HttpAnswer, frozen=True):
+    """A process that matters. `key` is `PID@START`; `command` has its secrets masked, "" where it is not shown.
+
+    `hung_since_ns`: since when it makes no steps, where it is part of a hang.
+    """
+
+    key: str
+    pid: int
+    parent_pid: int
+    uid: int
+    started_ns: int
+    state: str
+    command: str
+    cgroup: str
+    devices: tuple[str, ...]
+    steps_per_second: float | None
+    hung_since_ns: int | None
+    unreadable: str
+    owner: OwnerAnswer
+    values: list[ValueAnswer]
+
+
+class ProcessesAnswer(HttpAnswer, frozen=True):
+    """The processes that the one who asks may see; `hidden`: how many there are besides."""
+
+    processes: list[ProcessAnswer]
+    hidden: int
+
+
+class JobAnswer(HttpAnswer, frozen=True):
+    """A job: its part on this host."""
+
+    job: str
+    name: str
+    scheduler: str
+    user: str
+    account: str
+    partition: str
+    namespace: str
+    framework: str
+    world_size: int | None
+    ranks: list[int]
+    processes: list[str]
+    devices: list[str]
+    steps_per_second: float | None
+    values: list[ValueAnswer]
+
+
+class JobsAnswer(HttpAnswer, frozen=True):
+    """The jobs that the one who asks may see; `hidden`: how many there are besides."""
+
+    jobs: list[JobAnswer]
+    hidden: int
+
+
+class SeriesAnswer(HttpAnswer, frozen=True):
+    """One series of a history: times in ns since the epoch, one value for each."""
+
+    labels: dict[str, str]
+    times_ns: list[int]
+    values: list[float]
+
+
+class QueryAnswer(HttpAnswer, frozen=True):
+    """What a metric was."""
+
+    metric: str
+    kind: Kind
+    unit: str
+    since_ns: int
+    until_ns: int
+    series: list[SeriesAnswer]
+
+
+class EventAnswer(HttpAnswer, frozen=True):
+    """What happened, some time in the period before `at_ns`: to a device (xid, ecc, throttle, lost, back), or oom-kill.
+
+    `count`: how many processes were killed; `code` is that of an Xid error; "" or null: it has none.
+    """
+
+    at_ns: int
+    kind: str
+    text: str
+    device: str = ""
+    code: int | None = None
+    cgroup: str = ""
+    job: str = ""
+    count: int | None = None
+
+
+class EventParameters(HttpAnswer, frozen=True, forbid_unknown_fields=True):
+    """From when on: `1h` (ago), seconds since the epoch, or ISO 8601."""
+
+    since: str = "1h"
+
+
+class EventsAnswer(HttpAnswer, frozen=True):
+    """What happened on the host, as far as the one who asks may see it, oldest first; the agent keeps the last 1000."""
+
+    events: list[EventAnswer]
+
+
+class ClockAnswer(HttpAnswer, frozen=True):
+    """The clocks of this host, read one after the other: to measure how far two hosts are apart."""
+
+    wall_ns: int
+    monotonic_ns: int
+    boot_id: str
+
+
+class PauseBody(HttpAnswer, frozen=True, forbid_unknown_fields=True):
+    """For how long another profiler needs the hardware counters."""
+
+    seconds: Seconds
+
+
+class PauseAnswer(HttpAnswer, frozen=True):
+    """Back ends that let go of their counters, and until when."""
+
+    paused: list[str]
+    until_ns: int
+
+
+class TraceBody(HttpAnswer, frozen=True, forbid_unknown_fields=True):
+    """A trace or capture of a job of this host: an absolute path."""
+
+    path: Annotated[str, Meta(min_length=1, max_length=4096)]
+    job: str
+
+
+class TraceAnswer(HttpAnswer, frozen=True):
+    """What the trace tells of the job, per process and step; null: it does not say."""
+
+    job: str
+    flops_per_step: float | None
+    dtype_mix: dict[str, float]
+    roofline_ratio: float | None
+    copied_bytes_per_step: float | None
+
+
+class StacksParameters(HttpAnswer, frozen=True, forbid_unknown_fields=True):
+    """Of which processes: a job, or one pid. `native`: C and C++ too; a process stands still while it is looked at."""
+
+    job: str = ""
+    pid: Annotated[int, Meta(ge=0)] = 0
+    native: bool = False
+
+
+class StacksAnswer(HttpAnswer, frozen=True):
+    """What all threads did at one moment: equal stacks together, those of ranks that are elsewhere first."""
+
+    at_ns: int
+    sentence: str
+    groups: tuple[StackGroup, ...]
+    unseen: tuple[Unseen, ...]
+
+
+class HangParameters(HttpAnswer, frozen=True, forbid_unknown_fields=True):
+    """Of which job; "": of all."""
+
+    job: str = ""
+
+
+class HangAnswer(HttpAnswer, frozen=True):
+    """A job whose processes make, or made, no steps: since when, of which processes (pids), and what became of it.
+
+    `state`: hangs, recovered, ended, or unknown: the agent did not run when it ended. `ranks`: whom the others wait
+    for. `directory`: the bundle, "" where there is none, and `no_bundle` why; its `files`. Who may not see stacks of
+    the job sees no `sentence`, and no bundle.
+    """
+
+    id: str
+    job: str
+    uid: int
+    state: Literal["hangs", "recovered", "ended", "unknown"]
+    since_ns: int
+    seen_ns: int
+    over_ns: int | None
+    median_step_seconds: float
+    pids: list[int]
+    sentence: str
+    ranks: tuple[int, ...]
+    directory: str
+    files: tuple[str, ...]
+    no_bundle: str
+
+
+class HangsAnswer(HttpAnswer, frozen=True):
+    """The last hangs of jobs of the one who asks, oldest first. `watched`: jobs now whose steps are known."""
+
+    hangs: list[HangAnswer]
+    watched: list[str]
+
+
+class StepsBody(HttpAnswer, frozen=True, forbid_unknown_fields=True):
+    """Steps that a job finished since it last told: durations in seconds, waits for data where it knows them.
+
+    `rank` counts where nothing else tells it. `total`: all steps since the process began, these among them, as PyTorch
+    counts them (those of its optimizer): traces of several ranks can then begin with one step.
+    """
+
+    steps: Annotated[list[Annotated[float, Meta(ge=0, le=1e6)]], Meta(max_length=100_000)] = []
+    loader_wait_seconds: Annotated[float, Meta(ge=0, le=1e9)] | None = None
+    rank: Annotated[int, Meta(ge=0)] | None = None
+    total: Annotated[int, Meta(ge=0, le=2**53)] | None = None
+
+
+class StepsAnswer(HttpAnswer, frozen=True):
+    """What was taken."""
+
+    steps: int
+
+
+class EnvironmentAnswer(HttpAnswer, frozen=True):
+    """The variables that prepare a job of the one who asks: PyTorch's profiler then polls this agent."""
+
+    variables: dict[str, str]
+
+
+class RequestAnswer(HttpAnswer, frozen=True):
+    """A request for traces: what was `wanted`, how far each target is, and the files that are there.
+
+    States: queued, delivered, accepted, written, verified, kept; failed, cancelled. `done`: nothing changes any more.
+    `trigger`: the rule that asked, null where somebody did; `most_bytes`: of each file, null: as usual; `at_step`: with
+    which step of each process it begins, 0: as `wanted` says.
+    """
+
+    id: str
+    who: str
+    uid: int
+    asked_ns: int
+    boot_id: str
+    wanted: Wanted
+    targets: list[Target]
+    files: list[str]
+    trigger: Cause | None
+    most_bytes: int | None
+    at_step: int
+    done: bool
+
+
+class RequestsAnswer(HttpAnswer, frozen=True):
+    """The requests about processes of the one who asks, oldest first."""
+
+    requests: list[RequestAnswer]
+
+
+class FiredAnswer(HttpAnswer, frozen=True):
+    """A request that a rule made: what it is about, a job or a process, and why."""
+
+    at_ns: int
+    request: str
+    target: str
+    what: str
+
+
+class RefusedAnswer(HttpAnswer, frozen=True):
+    """Why a rule traced nobody: the name of the reason, and the sentence."""
+
+    at_ns: int
+    target: str
+    what: str
+    reason: str
+    detail: str
+
+
+class TriggerAnswer(HttpAnswer, frozen=True):
+    """A rule, and what it has done. `trouble`: why it cannot fire as things are; `rule`: as agent.toml has it.
+
+    `last`, `last_refusal`: null: never, or about another user's processes; `rule` is null for those who do not see all.
+    """
+
+    name: str
+    on: str
+    target: str
+    cooldown_seconds: float
+    fired: int
+    refusals: dict[str, int]
+    traced_seconds: float
+    kept_bytes: int
+    last: FiredAnswer | None
+    last_refusal: RefusedAnswer | None
+    trouble: str
+    rule: AnyRule | None
+
+
+class TriggersAnswer(HttpAnswer, frozen=True):
+    """Rules of agent.toml by which traces are taken that nobody asked for, and what they may still cost.
+
+    `share`: of the time of a process; `bytes_per_day`: of the host, of which `bytes_left` are left now, what runs
+    counted with what it may have at most. `trouble`: why it is not on disk.
+    """
+
+    rules: list[TriggerAnswer]
+    share: float
+    bytes_per_day: int
+    bytes_left: int
+    trouble: str
+
+
+class QueryParameters(HttpAnswer, frozen=True, forbid_unknown_fields=True):
+    """Which history. `since`, `until`: `10m` (ago), seconds since the epoch, or ISO 8601.
+
+    `by`: labels, with commas between, to sum or average over all others; `where`: `label=value`, with commas between.
+    """
+
+    metric: str
+    since: str = "10m"
+    until: str = ""
+    by: str = ""
+    where: str = ""
+    raw: bool = False
+
+
+class HistoryQuestion(msgspec.Struct, frozen=True, kw_only=True):
+    """A question for the history. `seen_as`: a series with the labels that the one who asks may see, None: nothing."""
+
+    metric: str
+    since_ns: int
+    until_ns: int
+    by: tuple[str, ...]
+    where: dict[str, str]
+    seen_as: Callable[[Series], Series | None]
+    raw: bool = False
+
+
+class Answers(Protocol):
+    """What the HTTP server asks the agent. All of it is called in the agent's loop."""
+
+    board: Board
+    config: Config
+    desk: RequestDesk
+    hangs: HangDesk
+    triggers: Triggers
+
+    def status(self) -> StatusAnswer:
+        """How the agent fares."""
+
+    async def doctor(self) -> list[Check]:
+        """What works here."""
+
+    async def query(self, question: HistoryQuestion) -> Sequence[SeriesAnswer]:
+        """What was.
+
+        Raises:
+            RequestError: A label that the metric does not have.
+        """
+
+    async def pause(self, seconds: float) -> list[str]:
+        """Let go of hardware counters; the back ends that did."""
+
+    async def learn(self, job: str, path: str, user: int) -> TracedFacts:
+        """Take from a trace of a job what only a trace tells.
+
+        Raises:
+            RequestError: `user` cannot read it, or another one is being read.
+        """
+
+    async def stacks(self, processes: Sequence[Process], *, native: bool) -> GroupedStacks:
+        """What all threads of processes do now.
+
+        Raises:
+            RequestError: `busy`: others are looked at.
+        """
+
+    def steps(self, pid: int, uid: int, body: StepsBody) -> None:
+        """Steps that a process told, known by the credentials of its socket.
+
+        Raises:
+            RequestError: There is no such process that matters, or it is another user's.
+        """
+
+    def environment(self, uid: int) -> dict[str, str]:
+        """The variables that prepare a job of a user, for whom a directory with a socket is made.
+
+        Raises:
+            RequestError: It cannot be made.
+        """
+
+    def acts(self, who: str, pid: int | None, route: str, *, allowed: bool, **details: object) -> None:
+        """Somebody asks for something that changes something: for the audit log."""
+
+    def asked(self, route: str, code: int) -> None:
+        """Count a request."""

@@ -1,0 +1,424 @@
+"""Stop one thread by ptrace, call a function in it, schedule our text.
+
+text of ours when it is between two instructions of Python.
+
+ptrace.py (one thread, stopped) ─► scheduling.py (a worker: what it is to run) ─► in_target.py (runs there)
+                                                                     orders.py ◄──── says how far it is
+
+A debugger is not used: the ones that distributions have cannot write back the registers of processors with AMX (gdb 13:
+"Couldn't write extended state status: Bad address"), which ends the process, and stop all threads for 300 ms.
+
+The thread is stopped by the kernel alone: no signal reaches the process and nothing is written into its code. Where it
+was in a system call, the kernel begins that again, as it does after any stop; a few (epoll_wait) return with EINTR,
+which programs have to expect and Python hides. Blocks, so it runs in a worker.
+
+CPython runs what is scheduled in its main thread, between two instructions of the program, as it runs handlers of
+signals: nothing of the program's is half done then, and no lock of ours can meet one of it. The text only starts a
+thread. `sys.remote_exec` of Python 3.14 does the same, where the agent has the same version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import json
+import mmap
+import os
+import platform
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from traceloom.agent.collectors.collector import read
+from traceloom.agent.probes.elf import Elf, mappings, open_mapped
+
+# Values of <linux/ptrace.h>.
+_CONT, _DETACH, _SYSCALL = 7, 17, 24
+_SEIZE, _INTERRUPT = 0x4206, 0x4207
+_GET_REGISTERS, _SET_REGISTERS = 0x4204, 0x4205  # of a set
+_GET_MASK, _SET_MASK = 0x420A, 0x420B
+_MARK_SYSCALLS = 1  # stops at system calls are told from signals
+_GENERAL, _EXTENDED = 1, 0x202  # sets of registers: NT_PRSTATUS, NT_X86_XSTATE
+_EVENT_STOP = 128
+_AT_SYSTEM_CALL = signal.SIGTRAP | 0x80
+_WALL = 0x40000000
+_MOST_EXTENDED = 1 << 16  # bytes; AMX needs 11,008
+_RED_ZONE = 128  # bytes below the stack pointer that a function may use
+_CODE_64 = 0x33  # the segment of code of 64 bits
+_LOOK_S = 0.0002
+_NAMES = (
+    "r15", "r14", "r13", "r12", "rbp", "rbx", "r11", "r10", "r9", "r8", "rax", "rcx", "rdx", "rsi", "rdi", "orig_rax",
+    "rip", "cs", "eflags", "rsp", "ss", "fs_base", "gs_base", "ds", "es", "fs", "gs",
+)  # fmt: skip
+_NO_CALL = 2**64 - 1
+_FLAGS_OF_CALLS = ~0x500  # neither trap nor backward strings
+MACHINES = ("x86_64",)
+NO_PROCESS = 2**22 + 1  # a number that no process has
+
+
+class _Registers(ctypes.Structure):
+    """Those of general purpose: `struct user_regs_struct` of x86-64."""
+
+    _fields_ = [(name, ctypes.c_uint64) for name in _NAMES]
+
+
+class _Vector(ctypes.Structure):
+    _fields_ = [("base", ctypes.c_void_p), ("size", ctypes.c_size_t)]
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+_LIBC.ptrace.restype = ctypes.c_long
+
+
+def is_possible() -> bool:
+    """Whether this machine's registers are known here."""
+    return platform.system() == "Linux" and platform.machine() in MACHINES
+
+
+def is_call_allowed() -> bool:
+    """Whether the kernel takes ptrace(2) from this process at all: filters of containers may refuse it."""
+    try:
+        _ptrace(_SEIZE, NO_PROCESS)
+    except OSError as error:
+        return error.errno == errno.ESRCH
+    return True
+
+
+class StoppedThread:
+    """A thread that is stopped while this is open; then it goes on where it was.
+
+    Args:
+        thread: Its number.
+        limit_s: How long any of this may take; then the thread is put back as it was.
+
+    Raises:
+        OSError: EPERM: the kernel does not allow it; ESRCH: there is none; ETIMEDOUT: it did not stop in time.
+    """
+
+    def __init__(self, thread: int, limit_s: float) -> None:
+        self._thread = thread
+        self._until = time.monotonic() + limit_s
+        self._saved = _Registers()
+        self._mask = ctypes.c_uint64()
+        self._extended = ctypes.create_string_buffer(_MOST_EXTENDED)
+        self._extended_size = 0
+        self._is_stopped = False
+        self._stopped_ns = 0
+        self.pause_ns = 0  # how long it stood still, once this is closed
+
+    def __enter__(self) -> StoppedThread:  # noqa: PYI034  (Self is of Python 3.11)
+        """Stop it."""
+        _ptrace(_SEIZE, self._thread, 0, _MARK_SYSCALLS)
+        try:
+            self._stopped_ns = time.monotonic_ns()
+            self._interrupt()
+            self._registers(_GET_REGISTERS, _GENERAL, self._saved)
+            if self._saved.cs != _CODE_64:
+                raise OSError(errno.ENOEXEC, "it does not run code of 64 bits")  # noqa: TRY301
+            self._extended_size = self._registers(_GET_REGISTERS, _EXTENDED, self._extended)
+            _ptrace(_GET_MASK, self._thread, 8, ctypes.addressof(self._mask))
+            # Signals wait meanwhile, except those that an instruction itself causes.
+            faults = {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGTRAP, signal.SIGFPE}
+            blocked = ctypes.c_uint64((2**64 - 1) & ~sum(1 << (number - 1) for number in faults))
+            _ptrace(_SET_MASK, self._thread, 8, ctypes.addressof(blocked))
+        except BaseException:
+            self._leave()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Put back what was changed, and let it go on."""
+        try:
+            # What is put back in a stop before a return to the program makes the kernel begin again what it was in.
+            self._until = max(self._until, time.monotonic() + 1.0)
+            self._interrupt()
+            self._registers(_SET_REGISTERS, _EXTENDED, self._extended, self._extended_size)
+            self._registers(_SET_REGISTERS, _GENERAL, self._saved)
+            _ptrace(_SET_MASK, self._thread, 8, ctypes.addressof(self._mask))
+        finally:
+            self._leave()
+
+    def system_call(self, number: int, instruction: int, *arguments: int) -> int:
+        """Make it do a system call.
+
+        Args:
+            number: Of the call.
+            instruction: Where the program has the instruction `syscall`.
+            arguments: At most six.
+
+        Returns:
+            What the kernel says; negative numbers are errors.
+
+        Raises:
+            OSError: ETIMEDOUT.
+        """
+        registers = self._prepared(instruction)
+        registers.rax = number
+        for name, value in zip(("rdi", "rsi", "rdx", "r10", "r8", "r9"), arguments, strict=False):
+            setattr(registers, name, value & _NO_CALL)
+        self._registers(_SET_REGISTERS, _GENERAL, registers)
+        self._to_system_call()
+        return self._after_system_call()
+
+    def function_call(self, function: int, instruction: int, *arguments: int) -> int:
+        """Make it call a function that returns an `int`; it returns to the instruction `syscall`, where it is stopped.
+
+        Raises:
+            OSError: ETIMEDOUT: it did not return in time.
+        """
+        registers = self._prepared(function)
+        for name, value in zip(("rdi", "rsi", "rdx", "rcx", "r8", "r9"), arguments, strict=False):
+            setattr(registers, name, value)
+        registers.rsp = ((self._saved.rsp - _RED_ZONE) & ~15) - 8
+        self.write(registers.rsp, instruction.to_bytes(8, "little"))
+        self._registers(_SET_REGISTERS, _GENERAL, registers)
+        while True:
+            self._to_system_call()
+            self._registers(_GET_REGISTERS, _GENERAL, registers)
+            if registers.rip == instruction + 2 and registers.rsp > self._saved.rsp - _RED_ZONE - 32:
+                break
+            self._after_system_call()  # one of the function's own
+        result = ctypes.c_int32(registers.orig_rax & 0xFFFFFFFF).value  # the result stands where the call's number does
+        registers.orig_rax = _NO_CALL
+        self._registers(_SET_REGISTERS, _GENERAL, registers)
+        self._after_system_call()
+        return result
+
+    def write(self, address: int, content: bytes) -> None:
+        """Write into its memory.
+
+        Raises:
+            OSError: It has none there.
+        """
+        descriptor = os.open(f"/proc/{self._thread}/mem", os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.pwrite(descriptor, content, address)
+        finally:
+            os.close(descriptor)
+
+    def _prepared(self, address: int) -> _Registers:
+        registers = _Registers.from_buffer_copy(self._saved)
+        registers.rip, registers.orig_rax = address, _NO_CALL
+        registers.eflags &= _FLAGS_OF_CALLS
+        registers.rax = 0
+        return registers
+
+    def _to_system_call(self) -> None:
+        """Let it run to where it enters a system call, or leaves the one that it is in."""
+        number = 0
+        while True:
+            _ptrace(_SYSCALL, self._thread, 0, number)
+            self._is_stopped = False
+            status = self._next_stop()
+            if os.WSTOPSIG(status) == _AT_SYSTEM_CALL:
+                return
+            number = 0 if status >> 16 else os.WSTOPSIG(status)  # a signal, which the program is to have
+
+    def _after_system_call(self) -> int:
+        self._to_system_call()
+        registers = _Registers()
+        self._registers(_GET_REGISTERS, _GENERAL, registers)
+        return ctypes.c_int64(registers.rax).value
+
+    def _interrupt(self) -> None:
+        """Stop it where it returns to the program, whether it runs or is stopped elsewhere."""
+        number = 0
+        while True:
+            _ptrace(_INTERRUPT, self._thread)  # again each time: any other stop makes the kernel forget it
+            if self._is_stopped:
+                _ptrace(_CONT, self._thread, 0, number)
+                self._is_stopped = False
+            status = self._next_stop()
+            if status >> 16 == _EVENT_STOP:
+                return
+            # A signal, which the program is to have; other stops are none.
+            number = 0 if status >> 16 or os.WSTOPSIG(status) == _AT_SYSTEM_CALL else os.WSTOPSIG(status)
+
+    def _next_stop(self) -> int:
+        while True:
+            pid, status = os.waitpid(self._thread, os.WNOHANG | _WALL)
+            if pid and not os.WIFSTOPPED(status):
+                raise ProcessLookupError(errno.ESRCH, "it has ended")
+            if pid:
+                self._is_stopped = True
+                return status
+            if time.monotonic() > self._until:
+                raise TimeoutError(errno.ETIMEDOUT, "it did not stop in time")
+            time.sleep(_LOOK_S)
+
+    def _registers(
+        self, what: int, kind: int, buffer: ctypes.Structure | ctypes.Array[ctypes.c_char], size: int = 0
+    ) -> int:
+        """Get or set a set of registers; how many bytes it has."""
+        vector = _Vector(ctypes.addressof(buffer), size or ctypes.sizeof(buffer))
+        _ptrace(what, self._thread, kind, ctypes.addressof(vector))
+        return int(vector.size)
+
+    def _leave(self) -> None:
+        with contextlib.suppress(OSError):  # it has ended, or runs: then the end of this process lets it go
+            _ptrace(_DETACH, self._thread)
+        self.pause_ns = time.monotonic_ns() - self._stopped_ns
+
+
+def _ptrace(what: int, thread: int, address: int = 0, value: int = 0) -> None:
+    if _LIBC.ptrace(what, thread, address, value) < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+_SYS_PTRACE = 19  # the number of the capability
+_YAMA = "kernel.yama.ptrace_scope"
+
+
+def unattachable(proc: Path = Path("/proc")) -> tuple[str, str]:
+    """Why processes cannot be attached to, and what would help; both "" where they can."""
+    if not is_possible():
+        return f"the registers of {platform.machine()} are not known to it", ""
+    try:
+        scope = int(read(proc / "sys/kernel/yama/ptrace_scope"))
+    except (OSError, ValueError):  # a kernel without Yama
+        scope = 0
+    if scope >= 3:
+        return f"Yama forbids it to everybody ({_YAMA} is {scope})", "it stays so until the host is started again"
+    # Yama makes exceptions for who has CAP_SYS_PTRACE.
+    status = read(proc / "self/status").splitlines() if scope else []
+    capabilities = next((int(line.split()[1], 16) for line in status if line.startswith(b"CapEff:")), 0)
+    if scope and not capabilities >> _SYS_PTRACE & 1:
+        return (
+            f"Yama lets parents and root alone do so ({_YAMA} is {scope})",
+            f"run the agent as root, or set {_YAMA} to 0",
+        )
+    if not is_call_allowed():
+        return (
+            "a filter of system calls (seccomp) refuses ptrace(2)",
+            "start the container with --cap-add SYS_PTRACE, or with a seccomp profile that allows it",
+        )
+    return "", ""
+
+
+_LIMIT_S = 2.0  # for all that is done while the thread stands still
+_MOST_TEXT = 1 << 20
+_MMAP, _MUNMAP = 9, 11  # numbers of system calls of x86-64
+_SCHED_SYSCALLS = b"\x0f\x05"  # the instruction
+_MOST_INSTRUCTIONS = 64  # bytes of libc's `syscall` that are looked through for it
+_FILES = ("libpython", "libc.so", "libc-2")  # beside the program itself
+_ADD_PENDING, _RUN = "Py_AddPendingCall", "PyRun_SimpleString"
+# Python does not expect what is scheduled to fail, and this may be where the program is to be interrupted.
+_START = """\
+try:
+    __import__("_thread").start_new_thread(__import__("builtins").exec, ({source}, {names}))
+except KeyboardInterrupt:
+    __import__("_thread").interrupt_main()
+except BaseException:
+    pass
+"""
+
+
+class _AttachFaultError(Exception):
+    def __init__(self, detail: str, *, slug: str) -> None:
+        super().__init__(detail)
+        self.slug = slug
+
+
+def schedule(*, pid: int, start_ticks: int, order: dict[str, Any]) -> dict[str, Any]:
+    """Let a process do what an order says, once its main thread runs Python again.
+
+    Args:
+        pid: The process.
+        start_ticks: When it started: another process may have its number now.
+        order: As of `in_target.AttachedWork`.
+
+    Returns:
+        `pause_ns`, how long its main thread stood still; or `fault` (a slug) and `detail`.
+    """
+    try:
+        if not is_possible():
+            raise _AttachFaultError(unattachable()[0], slug="not-permitted")  # noqa: TRY301
+        _check(pid, start_ticks, order["folder"])
+        functions, instruction = _functions(pid)
+        source = Path(__file__).with_name("payload.py").read_text(encoding="utf-8")
+        size = -(-(len(_text(source, order, 2**63, 2**63)) + 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+        assert size <= _MOST_TEXT
+        with StoppedThread(pid, _LIMIT_S) as thread:
+            at = thread.system_call(
+                _MMAP, instruction, 0, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
+                -1, 0,
+            )  # fmt: skip
+            if at < 0:
+                raise OSError(-at, os.strerror(-at))  # noqa: TRY301
+            thread.write(at, _text(source, order, at, size))
+            if thread.function_call(functions[_ADD_PENDING], instruction, functions[_RUN], at):
+                thread.system_call(_MUNMAP, instruction, at, size)
+                raise OSError(errno.EBUSY, "too much is scheduled in the program already")  # noqa: TRY301
+    except _AttachFaultError as fault:
+        return _fault(str(fault), slug=fault.slug)
+    except (ProcessLookupError, FileNotFoundError):
+        return _fault("the process has ended", slug="exited")
+    except PermissionError:
+        why, _ = unattachable()
+        detail = f"the kernel does not let the agent attach to process {pid}" + (f": {why}" if why else "")
+        return _fault(detail, slug="not-permitted")
+    except TimeoutError:
+        return _fault(f"its main thread could not be had in {_LIMIT_S:g} s, and was let go", slug="not-stopped")
+    except OSError as error:
+        return _fault((error.strerror or str(error)).lower(), slug="not-permitted")
+    else:
+        return {"pause_ns": thread.pause_ns}
+
+
+def _fault(detail: str, *, slug: str) -> dict[str, Any]:
+    return {"fault": slug, "detail": detail}
+
+
+def _check(pid: int, start_ticks: int, folder: str) -> None:
+    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    if int(fields[19]) != start_ticks or fields[0] in (b"Z", b"X"):
+        raise ProcessLookupError
+    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
+    tracer = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("TracerPid:"))
+    if tracer:
+        raise _AttachFaultError(f"it is traced already, by process {tracer}", slug="traced-already")
+    inside, outside = os.stat(f"/proc/{pid}/root{folder}"), os.stat(folder)  # noqa: PTH116
+    if (inside.st_dev, inside.st_ino) != (outside.st_dev, outside.st_ino):
+        raise _AttachFaultError(f"{folder} is another directory for it", slug="not-mounted")
+
+
+def _functions(pid: int) -> tuple[dict[str, int], int]:
+    """Where the process has Python's two functions, and an instruction for system calls."""
+    parts = [mapping for mapping in mappings(pid) if mapping.executable]
+    if not any(mapping.path.rpartition("/")[2].startswith("libtorch") for mapping in parts):
+        raise _AttachFaultError("it has no PyTorch", slug="no-torch")
+    program = str(Path(f"/proc/{pid}/exe").readlink())
+    functions: dict[str, int] = {}
+    instruction = 0
+    for mapping in parts:
+        if mapping.path != program and not mapping.path.rpartition("/")[2].startswith(_FILES):
+            continue
+        descriptor = open_mapped(pid, mapping)
+        try:
+            elf = Elf(descriptor)
+            for wanted in (_ADD_PENDING, _RUN, "syscall"):
+                function = elf.find(f"{wanted}\0")
+                if function is None or not 0 <= function.offset - mapping.offset < mapping.end - mapping.start:
+                    continue
+                address = mapping.start + function.offset - mapping.offset
+                if wanted != "syscall":
+                    functions.setdefault(wanted, address)
+                elif not instruction:
+                    at = os.pread(descriptor, _MOST_INSTRUCTIONS, function.offset).find(_SCHED_SYSCALLS)
+                    instruction = address + at if at >= 0 else 0
+        finally:
+            os.close(descriptor)
+    if len(functions) < 2 or not instruction:
+        raise _AttachFaultError("it runs no CPython whose functions can be seen", slug="not-python")
+    return functions, instruction
+
+
+def _text(source: str, order: dict[str, Any], at: int, size: int) -> bytes:
+    """What Python is to run: our text and, as a value in it, the order."""
+    names = {"__name__": "traceloom_attached", "ORDER": json.dumps(order | {"text_at": at, "text_bytes": size})}
+    # As literals, so that nothing in a value is ever read as code.
+    return _START.format(source=ascii(source), names=ascii(names)).encode("ascii")

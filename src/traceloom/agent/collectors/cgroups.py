@@ -1,0 +1,305 @@
+"""Control groups of the processes that matter: what a job or container used and may use, and what was killed in it.
+
+Version 1, version 2, or both at once as systemd's hybrid mode has them: version 1 for resources, version 2 for names
+and pressure. A group is known by its path, which is the same in every hierarchy that has it.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from traceloom.agent.collectors.collector import HostCollector, read, read_if_there
+from traceloom.agent.collectors.host import TICKS_PER_S, stalls
+from traceloom.agent.config import Config
+from traceloom.agent.metrics import Reading
+from traceloom.agent.ownership.model import Process
+
+MOST_GROUPS = 64  # about 1,400 series
+KILLS_KEPT = 1000
+KEPT_S = 60.0  # so long a group is looked at after its last process ended: it may have been killed
+_UNLIMITED = 1 << 62  # version 1 spells no limit as a number near 2**63
+_PERIODS = {  # of the quota: those in which it was in force, and those in which it was used up
+    ("cgroup_periods_total",): "nr_periods",
+    ("cgroup_throttled_periods_total",): "nr_throttled",
+}
+_RESOURCES = ("cpu", "io", "memory")
+
+
+class OomKill(msgspec.Struct, frozen=True, kw_only=True):
+    """Processes of a control group were killed for want of memory, some time in the period before `at_ns`.
+
+    `job`: the one whose group it is, "" where it is none's or several'. `uid`: whose its processes were, None where
+    they were several users'. `limit_bytes`: what the group may have at most, None without a limit: then the host had
+    no more.
+    """
+
+    at_ns: int
+    cgroup: str
+    job: str
+    uid: int | None
+    kills: int
+    limit_bytes: int | None = None
+
+
+class Hierarchy(NamedTuple):
+    """A mounted tree of groups. `controllers` is empty for version 2; `root`: the group that is mounted."""
+
+    controllers: frozenset[str]
+    directory: Path
+    root: str
+
+    def of(self, group: str) -> Path | None:
+        """Where a group's files are; None where it lies outside, or is the whole host: that has metrics of its own."""
+        root = self.root.rstrip("/")
+        if f"{group}/".startswith(f"{root}/") and ".." not in group.split("/"):
+            directory = self.directory / group[len(root) :].strip("/")
+            # Not of the first group of all; that of a container looks like it, but can be limited.
+            mark = directory / ("release_agent" if self.controllers else "cgroup.type")
+            return None if mark.exists() == bool(self.controllers) else directory
+        return None
+
+
+class _Group(msgspec.Struct):
+    """Whose a group is, and when a process was seen in it last (monotonic clock, seconds)."""
+
+    job: str
+    uid: int | None
+    processes: int
+    seen_s: float
+
+
+class Cgroups(HostCollector):
+    """Looks at the groups of processes; `kills` has what was killed in them, oldest first.
+
+    Args:
+        config: The agent's.
+        processes: Gives the processes that matter, with their owners, by key.
+    """
+
+    name = "cgroups"
+
+    def __init__(self, config: Config, processes: Callable[[], Mapping[str, Process]]) -> None:
+        super().__init__(config)
+        self.kills: deque[OomKill] = deque(maxlen=KILLS_KEPT)
+        self.left_out = 0  # groups beyond MOST_GROUPS
+        self._processes = processes
+        self._hierarchies: list[Hierarchy] = []
+        self._groups: dict[str, _Group] = {}
+        self._counted: dict[str, int] = {}  # group -> its kills when it was looked at last
+
+    def collect(self) -> list[Reading]:
+        """Every group that has a process that matters, or had one a minute ago.
+
+        Raises:
+            OSError: What is mounted cannot be read.
+        """
+        if not self._hierarchies:
+            self._hierarchies = self._mounted()
+        now = time.monotonic()
+        members: dict[str, list[Process]] = {}
+        for process in self._processes().values():
+            if process.cgroup:
+                members.setdefault(process.cgroup, []).append(process)
+        groups: dict[str, _Group] = {}
+        for path, some in members.items():
+            jobs, uids = {process.owner.job for process in some}, {process.uid for process in some}
+            groups[path] = _Group(
+                jobs.pop() if len(jobs) == 1 else "", uids.pop() if len(uids) == 1 else None, len(some), now
+            )
+        for path, group in self._groups.items():
+            if now - group.seen_s < KEPT_S:
+                groups.setdefault(path, group)
+        # Of too many: those with processes first, of them those of jobs, then the largest.
+        chosen = sorted(groups, key=lambda path: (-groups[path].seen_s, not groups[path].job, -groups[path].processes))
+        self.left_out = max(len(chosen) - MOST_GROUPS, 0)
+        self._groups = {path: groups[path] for path in chosen[:MOST_GROUPS]}
+        readings = []
+        counted = {}
+        for path, group in self._groups.items():
+            # (metric, labels after `cgroup` and `job`) -> value
+            values: dict[tuple[str, ...], float] = {}
+            for hierarchy in self._hierarchies:
+                directory = hierarchy.of(path)
+                if directory is None or not directory.is_dir():
+                    continue
+                if not hierarchy.controllers:
+                    values = {**_version_2(directory, hierarchy.directory), **values}
+                else:  # who has a controller knows better than version 2 beside it
+                    values |= _version_1(directory, hierarchy.controllers)
+            kills = values.get(("oom_kills_total",))
+            if kills is not None:
+                counted[path] = int(kills)
+                # Note what was killed since the last look. At first sight nothing is: nobody knows when it was.
+                kills = int(kills)
+                limit = values.get(("cgroup_memory_limit_bytes",))
+                before = self._counted.get(path, kills)
+                if before > kills:  # another group that was given the same name
+                    before = 0
+                if kills > before:
+                    self.kills.append(
+                        OomKill(
+                            at_ns=time.time_ns(), cgroup=path, job=group.job, uid=group.uid, kills=kills - before,
+                            limit_bytes=None if limit is None else int(limit),
+                        )
+                    )  # fmt: skip
+            readings += [Reading(metric, (path, group.job, *more), value) for (metric, *more), value in values.items()]
+        self._counted = counted
+        return readings
+
+    def _mounted(self) -> list[Hierarchy]:
+        hierarchies: dict[frozenset[str], Hierarchy] = {}
+        for line in read(self.view / "mountinfo").decode(errors="replace").splitlines():
+            before, _, after = line.partition(" - ")
+            kind, _, options = after.split(" ", 2)
+            if kind not in {"cgroup", "cgroup2"}:
+                continue
+            root, mount = (
+                re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), word) for word in before.split()[3:5]
+            )
+            if mount.startswith("/sys/"):
+                directory = self.sys / mount.removeprefix("/sys/")
+            else:
+                directory = Path(f"{self.view}/root{mount}" if self.view.name == "1" else mount)
+            controllers = frozenset(options.split(",")) - {"rw", "ro"} if kind == "cgroup" else frozenset[str]()
+            hierarchies.setdefault(controllers, Hierarchy(controllers, directory, root))
+        return list(hierarchies.values())
+
+    def trouble(self) -> list[str]:
+        """What of groups is not known here."""
+        try:
+            hierarchies = self._mounted()
+        except OSError:
+            hierarchies = []
+        if not hierarchies:
+            return ["control groups are not seen: mount /sys/fs/cgroup into the container of the agent"]
+        troubles = []
+        memory = any(
+            "memory" in hierarchy.controllers or b"memory" in read_if_there(hierarchy.directory / "cgroup.controllers")
+            for hierarchy in hierarchies
+        )
+        if not memory:
+            troubles.append(
+                "memory and kills of control groups are not counted: start the kernel with cgroup_enable=memory"
+            )
+        if self.left_out:
+            troubles.append(
+                f"{self.left_out} control groups are left out, beyond {MOST_GROUPS}; those of jobs come first"
+            )
+        return troubles
+
+
+def _version_2(directory: Path, top: Path) -> dict[tuple[str, ...], float]:
+    values: dict[tuple[str, ...], float] = {}
+    cpu = _pairs(directory / "cpu.stat")
+    for name, metric in (
+        ("user_usec", ("cgroup_cpu_seconds_total", "user")),
+        ("system_usec", ("cgroup_cpu_seconds_total", "system")),
+        ("throttled_usec", ("cgroup_throttled_seconds_total",)),
+    ):
+        if name in cpu:
+            values[metric] = cpu[name] / 1e6
+    values |= _present({metric: cpu.get(name) for metric, name in _PERIODS.items()})
+    memory = _pairs(directory / "memory.stat")
+    values |= _memory(
+        _number(directory / "memory.current"), memory.get("inactive_file"),
+        {
+            "anonymous": memory.get("anon"), "file": _less(memory.get("file"), memory.get("shmem")),
+            "shared": memory.get("shmem"), "kernel": memory.get("kernel"),
+        },
+    )  # fmt: skip
+    limits = [
+        limit
+        for level in (directory, *directory.parents)
+        if level.is_relative_to(top) and (limit := _number(level / "memory.max")) is not None
+    ]
+    values |= _present(
+        {
+            ("cgroup_memory_limit_bytes",): min(limits, default=None),
+            ("cgroup_memory_peak_bytes",): _number(directory / "memory.peak"),
+            ("cgroup_swap_bytes",): _number(directory / "memory.swap.current"),
+            ("oom_kills_total",): _pairs(directory / "memory.events").get("oom_kill"),
+        }
+    )
+    moved = re.findall(rb" ([rw])bytes=(\d+)", read_if_there(directory / "io.stat"))
+    if (directory / "io.stat").exists():
+        for letter, direction in ((b"r", "read"), (b"w", "write")):
+            values["cgroup_disk_bytes_total", direction] = sum(int(size) for which, size in moved if which == letter)
+    for resource in _RESOURCES:
+        for share, waited in stalls(read_if_there(directory / f"{resource}.pressure")):
+            values["cgroup_pressure_seconds_total", resource, share] = waited
+    return values
+
+
+def _version_1(directory: Path, controllers: frozenset[str]) -> dict[tuple[str, ...], float]:
+    values: dict[tuple[str, ...], float] = {}
+    if "cpuacct" in controllers:
+        ticks = _pairs(directory / "cpuacct.stat")
+        for mode in ("user", "system"):
+            if mode in ticks:
+                values["cgroup_cpu_seconds_total", mode] = ticks[mode] / TICKS_PER_S
+    if "cpu" in controllers:
+        cpu = _pairs(directory / "cpu.stat")
+        if "throttled_time" in cpu:
+            values["cgroup_throttled_seconds_total",] = cpu["throttled_time"] / 1e9
+        values |= _present({metric: cpu.get(name) for metric, name in _PERIODS.items()})
+    if "memory" in controllers:
+        memory = _pairs(directory / "memory.stat")
+        values |= _memory(
+            _number(directory / "memory.usage_in_bytes"), memory.get("total_inactive_file"),
+            {
+                "anonymous": memory.get("total_rss"),
+                "file": _less(memory.get("total_cache"), memory.get("total_shmem")),
+                "shared": memory.get("total_shmem"), "kernel": _number(directory / "memory.kmem.usage_in_bytes"),
+            },
+        )  # fmt: skip
+        limit = memory.get("hierarchical_memory_limit", _UNLIMITED)
+        values |= _present(
+            {
+                ("cgroup_memory_limit_bytes",): limit if limit < _UNLIMITED else None,
+                ("cgroup_memory_peak_bytes",): _number(directory / "memory.max_usage_in_bytes"),
+                ("cgroup_swap_bytes",): memory.get("total_swap"),
+                ("oom_kills_total",): _pairs(directory / "memory.oom_control").get("oom_kill"),
+            }
+        )
+    if "blkio" in controllers:
+        text = read_if_there(directory / "blkio.throttle.io_service_bytes_recursive")
+        for word, direction in ((b"Read", "read"), (b"Write", "write")):
+            if text:
+                sizes = re.findall(rb"^\S+ %b (\d+)" % word, text, re.MULTILINE)
+                values["cgroup_disk_bytes_total", direction] = sum(map(int, sizes))
+    return values
+
+
+def _memory(used: int | None, inactive_file: int | None, states: dict[str, int | None]) -> dict[tuple[str, ...], float]:
+    working_set = _less(used, inactive_file)
+    return _present({
+        ("cgroup_memory_bytes",): used, ("cgroup_memory_working_set_bytes",): working_set,
+        **{("cgroup_memory_state_bytes", state): size for state, size in states.items()},
+    })  # fmt: skip
+
+
+def _less(whole: int | None, part: int | None) -> int | None:
+    """Counters of memory lag behind each other, so a rest may come out below nothing."""
+    return None if whole is None or part is None else max(whole - part, 0)
+
+
+def _present(values: dict[tuple[str, ...], int | None]) -> dict[tuple[str, ...], float]:
+    return {metric: value for metric, value in values.items() if value is not None}
+
+
+def _pairs(path: Path) -> dict[str, int]:
+    return {
+        name.decode(): int(number) for name, number in re.findall(rb"^(\S+) (\d+)$", read_if_there(path), re.MULTILINE)
+    }
+
+
+def _number(path: Path) -> int | None:
+    text = read_if_there(path).strip()
+    return int(text) if text.isdigit() else None

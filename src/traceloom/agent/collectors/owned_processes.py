@@ -1,0 +1,149 @@
+"""Processes with whose they are, who is on which device, and the jobs that they make up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+
+from traceloom.agent.accelerators.collector import AcceleratorCollector
+from traceloom.agent.collectors.collector import Collector
+from traceloom.agent.collectors.processes import Processes
+from traceloom.agent.config import Config
+from traceloom.agent.flops import declared_types
+from traceloom.agent.metrics import METRICS, Reading
+from traceloom.agent.ownership.environment import DTYPE, INPUT_BYTES, LISTED, PREFIXES
+from traceloom.agent.ownership.model import Process, Share, masked, shares
+from traceloom.agent.ownership.resolver import OwnerFinder
+from traceloom.agent.steps import Steps
+from traceloom.agent.topline import JobNow, TracedFacts
+
+_COMMAND_SHOWN = 200  # letters in the metric; all of it stands in the answer of /api/v1/processes
+
+
+class OwnedProcesses:
+    """A collector: `owned` has the processes that matter, `shares` whose part of a device is how large.
+
+    Args:
+        config: The agent's.
+        accelerators: Knows who is on the devices; its last run counts.
+    """
+
+    name = "processes"
+
+    def __init__(self, config: Config, accelerators: AcceleratorCollector) -> None:
+        self.looked_at = Processes(config, LISTED, PREFIXES)
+        self.period_s = self.looked_at.period_s
+        self.timeout_s = self.looked_at.timeout_s
+        self.finder = OwnerFinder(config)
+        self.collectors: list[Collector] = [self, self.finder.framework_versions]
+        self.collectors += [self.finder.kubelet] if config.owners.kubelet else []
+        self.collectors += [self.finder.job_mapping] if config.owners.job_mapping else []
+        self.owned: dict[str, Process] = {}
+        self.shares: dict[tuple[str, str], Share] = {}
+        self.reporting: set[int] = set()  # pids of processes that report steps: they matter
+        self._accelerators = accelerators
+
+    def collect(self) -> list[Reading]:
+        """Look at all processes, and find the owners of those that matter."""
+        on_devices = self._accelerators.device_processes
+        self.looked_at.device_pids = frozenset((*(process.pid for process in on_devices), *self.reporting))
+        readings = self.looked_at.collect()
+        facts = self.looked_at.processes
+        self.reporting = self.reporting & {process.pid for process in facts.values()}  # the loop adds to it meanwhile
+        keys = {process.pid: key for key, process in facts.items()}
+        used: dict[str, list[str]] = {}
+        for user in on_devices:
+            if user.pid in keys:
+                used.setdefault(keys[user.pid], []).append(user.device)
+        owners = self.finder.owners(facts, list(self._accelerators.devices.values()), used)
+        self.shares = shares(on_devices, keys)
+        self.owned = {
+            key: Process(
+                key=key, pid=of.pid, start_ticks=of.start_ticks, started_ns=of.started_ns, parent_pid=of.parent_pid,
+                uid=of.uid, command=masked(of.command), cgroup=of.cgroup, declared=of.environment, owner=owners[key],
+                state=of.state, unreadable=of.unreadable, devices=tuple(dict.fromkeys(used.get(key, ()))),
+            )
+            for key, of in facts.items()
+        }  # fmt: skip
+        for process in self.owned.values():
+            owner = process.owner
+            rank, local_rank, world_size = (
+                "" if number is None else str(number) for number in (owner.rank, owner.local_rank, owner.world_size)
+            )
+            values = {
+                "process": process.key, "pid": str(process.pid), "job": owner.job, "rank": rank,
+                "local_rank": local_rank, "world_size": world_size, "user": owner.user,
+                "account": owner.account, "namespace": owner.namespace, "pod": owner.pod, "container": owner.container,
+                "framework": owner.framework, "command": process.command[:_COMMAND_SHOWN],
+            }  # fmt: skip
+            labels = tuple(values[label] for label in METRICS["process_info"].labels)
+            readings.append(Reading("process_info", labels, 1.0))
+        readings += (
+            Reading("process_gpu_memory_bytes", (keys.get(each.pid, f"{each.pid}@"), each.device), each.memory_bytes)
+            for each in on_devices
+            if each.memory_bytes is not None
+        )
+        readings += (
+            Reading("process_gpu_share_ratio", (process, device), share.part)
+            for (device, process), share in self.shares.items()
+        )
+        readings += _jobs(self.owned.values())
+        return readings
+
+    def trouble(self) -> list[str]:
+        """What cannot be seen of processes."""
+        return self.looked_at.trouble()
+
+
+def _jobs(processes: Iterable[Process]) -> Iterator[Reading]:
+    members: dict[str, list[Process]] = {}
+    for process in processes:
+        if process.owner.job:
+            members.setdefault(process.owner.job, []).append(process)
+    for job, some in members.items():
+        # Of a launcher and its ranks the ranks know most.
+        owner = max((process.owner for process in some), key=lambda owner: len(owner.sources))
+        values = {
+            "job": job, "name": owner.name, "scheduler": owner.scheduler, "user": owner.user, "account": owner.account,
+            "partition": owner.partition, "namespace": owner.namespace, "framework": owner.framework,
+            "world_size": "" if owner.world_size is None else str(owner.world_size),
+        }  # fmt: skip
+        yield Reading("job_info", tuple(values[label] for label in METRICS["job_info"].labels), 1.0)
+        yield Reading("job_processes", (job,), len(some))
+
+
+def jobs_now(processes: Iterable[Process], steps: Steps, facts: Mapping[str, TracedFacts]) -> list[JobNow]:
+    """The jobs that these processes make up; processes of no job are those of the job "". `facts`: of their traces."""
+    members: dict[str, list[Process]] = {}
+    for process in processes:
+        members.setdefault(process.owner.job, []).append(process)
+    jobs = []
+    for job, some in members.items():
+        taken = [number for process in some if (number := steps.take(process.key)) is not None]
+        rates = [rate for process in some if (rate := steps.per_second(process.key)) is not None]
+        inputs = [size for process in some if (size := _number(process.declared.get(INPUT_BYTES, ""))) is not None]
+        types = {process.declared[DTYPE] for process in some if DTYPE in process.declared}
+        jobs.append(
+            JobNow(
+                job=job,
+                processes=tuple(process.key for process in some),
+                devices=tuple(
+                    dict.fromkeys(uuid for process in some for uuid in (*process.devices, *process.owner.devices))
+                ),
+                steps=sum(taken) if taken else None,
+                steps_per_second=sum(rates) if rates else None,
+                input_bytes_per_step=inputs[0] if inputs else None,
+                declared_types=declared_types(types.pop()) if len(types) == 1 else None,
+                facts=facts.get(job, TracedFacts()),
+            )
+        )
+    return jobs
+
+
+def _number(text: str) -> float | None:
+    """A finite number from 0 on, as a job declares it; None for anything else."""
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if 0 <= number < math.inf else None

@@ -1,0 +1,338 @@
+"""Processes that matter: those that use a device, have a framework loaded, or belong to a job.
+
+A process is (boot, pid, start time): pids are given again. Every process is looked at in full once, and again when it
+has computed since, while it is young or when its turn comes. In between only the directory of /proc is read: an entry
+with the same inode is the same process, because the kernel makes a new inode for a new process.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from traceloom.agent.collectors.collector import HostCollector, read
+from traceloom.agent.config import Config
+from traceloom.agent.metrics import Reading
+from traceloom.system.units import count_of
+
+MOST_PROCESSES = 512  # that are kept: about 3,000 series
+YOUNG_S = 120.0
+"""So long a process is looked at each time: it loads its framework, is moved to its cgroup, starts others."""
+TURN_S = 10.0  # older ones take turns, this often
+TURNS = 16
+MOST_PER_TURN = 256
+OLD_TICKS_S = 0.5  # an old one that has not computed this long since has not loaded a framework
+MOST_COMMAND = 32 << 10  # bytes of a command line that are read
+MOST_ENVIRONMENT = 2 << 20
+MOST_MAPS = 16 << 20
+MOST_LETTERS = 4096  # of a variable that is kept: lists of devices are long
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+# Variables that only a launcher or a scheduler of jobs sets.
+JOB_VARIABLES = frozenset({
+    "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "RAY_JOB_ID",
+    "LSB_JOBID", "PBS_JOBID", "FLUX_JOB_ID", "JOB_COMPLETION_INDEX", "TRACELOOM_JOB",
+})  # fmt: skip
+_PF_KTHREAD = 0x00200000
+_WORDS = {"environ": "environment", "maps": "libraries", "cmdline": "command"}
+_LIBRARIES = {
+    "pytorch": re.compile(rb"/[^\n]*/lib(?:torch_cpu|c10)\.so[^\n]*"),
+    "jax": re.compile(rb"/[^\n]*(?:/jaxlib/|/xla_extension)[^\n]*"),
+    "tensorflow": re.compile(rb"/[^\n]*/libtensorflow[^/\n]*\.so[^\n]*"),
+}
+
+
+class ProcessFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the kernel says of a process. `command` is unmasked and never leaves the agent.
+
+    `environment` holds listed variables alone, as they were when the program started. `cgroups` has the path per
+    controller ("" is cgroup v2), `cgroup` the one that says most. `frameworks`: name -> library by which it is known.
+    `read_bytes` and `written_bytes` are None where they cannot be read; `unreadable` says what else, and why.
+    """
+
+    key: str  # PID@START
+    pid: int
+    start_ticks: int
+    started_ns: int
+    parent_pid: int
+    uid: int
+    name: str
+    command: tuple[str, ...] = ()
+    environment: dict[str, str] = {}
+    cgroup: str = ""
+    cgroups: dict[str, str] = {}
+    exe: str = ""
+    frameworks: dict[str, str] = {}
+    unreadable: str = ""
+    state: str = ""  # R, S, D, T, Z ... as in /proc
+    cpu_user_s: float = 0.0
+    cpu_system_s: float = 0.0
+    resident_bytes: int = 0
+    threads: int = 0
+    read_bytes: int | None = None
+    written_bytes: int | None = None
+
+
+class _Stat(msgspec.Struct, frozen=True):
+    """/proc/PID/stat."""
+
+    name: str
+    state: str
+    parent_pid: int
+    kernel: bool  # a thread of the kernel
+    user_ticks: int
+    system_ticks: int
+    threads: int
+    start_ticks: int
+    resident_pages: int  # 0 once it has let go of its memory
+
+    @classmethod
+    def read(cls, directory: str) -> _Stat:
+        """Raises OSError: the process is gone or hidden."""
+        text = read(f"{directory}/stat")
+        before, _, after = text.rpartition(b")")  # the name may hold anything
+        fields = after.split()
+        return cls(
+            before.partition(b"(")[2].decode(errors="replace"), fields[0].decode(), int(fields[1]),
+            bool(int(fields[6]) & _PF_KTHREAD), int(fields[11]), int(fields[12]), int(fields[17]), int(fields[19]),
+            int(fields[21]),
+        )  # fmt: skip
+
+
+class _Look(msgspec.Struct):
+    """What was seen of a pid. `facts`: None of a process that does not matter."""
+
+    inode: int = 0
+    start_ticks: int = -1
+    ticks: int = -1  # processor time when it was looked at in full; -1: not yet
+    name: str = ""
+    young_until: float = 0.0  # on the monotonic clock
+    denied: bool = False
+    beginning: bool = False  # its program is only being loaded: it has a name, and no environment yet
+    facts: ProcessFacts | None = None
+
+
+class Processes(HostCollector):
+    """`processes` has those that matter, by key; each run replaces it whole.
+
+    `device_pids` is for whoever knows which processes use devices to set.
+    """
+
+    name = "processes"
+
+    def __init__(self, config: Config, listed: Iterable[str] = (), prefixes: tuple[str, ...] = ()) -> None:
+        super().__init__(config)
+        self.processes: dict[str, ProcessFacts] = {}
+        self.device_pids: frozenset[int] = frozenset()
+        self.left_out = 0  # processes that matter, beyond MOST_PROCESSES
+        self.waiting = 0  # processes that there was no time to look at yet
+        self._job_variables = JOB_VARIABLES.union(
+            variable for variable, field in config.owners.variables.items() if field == "job"
+        )
+        self._listed = self._job_variables.union(listed, config.owners.variables)
+        self._prefixes = prefixes
+        self._looks: dict[int, _Look] = {}
+        self._turn = 0
+        self._turn_at = -TURN_S
+
+    def collect(self) -> list[Reading]:
+        """Look at all; new ones for which half of the time-out is not enough wait for the next run.
+
+        Raises:
+            OSError: /proc cannot be listed.
+        """
+        with os.scandir(self.proc) as entries:
+            inodes = {int(entry.name): entry.inode() for entry in entries if entry.name.isdigit()}
+        now = time.monotonic()
+        booted_ns = time.time_ns() - int(float(read(f"{self.proc}/uptime").split()[0]) * 1e9)
+        turns = max(TURNS, len(inodes) // MOST_PER_TURN + 1)
+        turn = -1
+        if now - self._turn_at >= TURN_S:
+            turn = self._turn = (self._turn + 1) % turns
+            self._turn_at = now
+        current: dict[int, _Look] = {}
+        waiting = 0
+        for pid, inode in inodes.items():
+            look = self._looks.get(pid)
+            if look is None or (look.inode != inode and look.facts is None):
+                look = _Look()  # it may be another process that began in the same tick of the clock
+            urgent = pid in self.device_pids
+            if look.ticks < 0 and not urgent and time.monotonic() > now + self.timeout_s / 2:
+                waiting += 1
+                continue
+            its_turn = pid % turns == turn
+            if look.inode != inode or look.facts or urgent or its_turn or now < look.young_until:
+                try:
+                    self._look(pid, look, booted_ns, now, its_turn)
+                except (FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+                    continue
+                except PermissionError:  # hidden
+                    look.facts, look.ticks, look.denied = None, 0, True
+                look.inode = inode
+            current[pid] = look
+        self._looks, self.waiting = current, waiting
+        matter = [look.facts for look in current.values() if look.facts]
+        if len(matter) > MOST_PROCESSES:
+            matter.sort(key=lambda facts: (facts.pid not in self.device_pids, not facts.frameworks, facts.pid))
+        self.left_out = max(len(matter) - MOST_PROCESSES, 0)
+        self.processes = {facts.key: facts for facts in matter[:MOST_PROCESSES]}
+        readings: list[Reading] = []
+        for facts in self.processes.values():
+            readings += (
+                Reading("process_cpu_seconds_total", (facts.key, "user"), facts.cpu_user_s),
+                Reading("process_cpu_seconds_total", (facts.key, "system"), facts.cpu_system_s),
+                Reading("process_memory_bytes", (facts.key,), facts.resident_bytes),
+                Reading("process_threads", (facts.key,), facts.threads),
+            )
+            if facts.read_bytes is not None and facts.written_bytes is not None:
+                readings += (
+                    Reading("process_disk_bytes_total", (facts.key, "read"), facts.read_bytes),
+                    Reading("process_disk_bytes_total", (facts.key, "write"), facts.written_bytes),
+                )
+        return readings
+
+    def _look(self, pid: int, look: _Look, booted_ns: int, now: float, its_turn: bool) -> None:
+        """Bring `look` up to date: the numbers always, the rest when it may have changed."""
+        directory = f"{self.proc}/{pid}"
+        stat = _Stat.read(directory)
+        ticks = stat.user_ticks + stat.system_ticks
+        if stat.start_ticks != look.start_ticks:  # another process of the same pid
+            look.start_ticks, look.ticks, look.facts = stat.start_ticks, -1, None
+            started_s = booted_ns / 1e9 + stat.start_ticks / TICKS_PER_S
+            look.young_until = now + YOUNG_S - max(time.time() - started_s, 0.0)
+        if stat.kernel:
+            look.ticks, look.young_until = ticks, 0.0
+            return
+        young = now < look.young_until
+        due = (
+            look.ticks < 0
+            or stat.name != look.name  # it runs another program
+            or (young and ticks > look.ticks)
+            or (its_turn and ticks >= look.ticks + OLD_TICKS_S * TICKS_PER_S)
+            or (look.facts is None and pid in self.device_pids)
+        )
+        if due and stat.state == "D" and (look.facts or pid not in self.device_pids):
+            # Its memory may be locked for as long as it waits, and whoever reads it then waits as well: later.
+            look.young_until = max(look.young_until, now + 2 * TURN_S)
+        elif due and (stat.resident_pages or look.facts is None):
+            look.facts = self._examine(pid, directory, stat, booted_ns, look)
+            look.ticks, look.name = -1 if stat.state == "D" or (young and look.beginning) else ticks, stat.name
+        if look.facts is None:
+            return
+        if not self._matters(pid, look.facts.frameworks, look.facts.environment):
+            look.facts = None
+            return
+        try:
+            pairs = (line.split(b": ") for line in read(f"{directory}/io").splitlines())
+            io = {name: int(value) for name, value in pairs}
+        except PermissionError:
+            io = {}
+        look.facts = msgspec.structs.replace(
+            look.facts, state=stat.state, parent_pid=stat.parent_pid, cpu_user_s=stat.user_ticks / TICKS_PER_S,
+            cpu_system_s=stat.system_ticks / TICKS_PER_S, resident_bytes=stat.resident_pages * PAGE_BYTES,
+            threads=stat.threads, read_bytes=io.get(b"read_bytes"), written_bytes=io.get(b"write_bytes"),
+        )  # fmt: skip
+
+    def _matters(self, pid: int, frameworks: dict[str, str], environment: dict[str, str]) -> bool:
+        return bool(frameworks) or pid in self.device_pids or not self._job_variables.isdisjoint(environment)
+
+    def _examine(self, pid: int, directory: str, stat: _Stat, booted_ns: int, look: _Look) -> ProcessFacts | None:
+        """What does not change from one second to the next; None of a process that does not matter."""
+        unreadable = []
+        look.denied = False
+        contents = {"environ": b"", "maps": b"", "cmdline": b""}
+        for name, most in (("environ", MOST_ENVIRONMENT), ("maps", MOST_MAPS), ("cmdline", MOST_COMMAND)):
+            if stat.state == "D":
+                unreadable.append(f"{_WORDS[name]}: it waits in the kernel")
+                continue
+            try:
+                contents[name] = read(f"{directory}/{name}", most)
+            except PermissionError:
+                unreadable.append(f"{_WORDS[name]}: permission denied")
+                look.denied = True
+            if name != "cmdline" and len(contents[name]) >= most:
+                unreadable.append(f"{_WORDS[name]}: beyond the first {most >> 20} MiB")
+        look.beginning = not contents["environ"]
+        variables = (entry.partition("=") for entry in contents["environ"].decode(errors="replace").split("\0"))
+        environment = {
+            name: value[:MOST_LETTERS]
+            for name, equals, value in variables
+            if equals and (name in self._listed or name.startswith(self._prefixes))
+        }
+        frameworks = {
+            framework: match[0].decode(errors="replace").removesuffix(" (deleted)")
+            for framework, library in _LIBRARIES.items()
+            if (match := library.search(contents["maps"]))
+        }
+        if not self._matters(pid, frameworks, environment):
+            return None
+        lines = (line.split(":", 2) for line in read(f"{directory}/cgroup").decode(errors="replace").splitlines())
+        cgroups = {
+            controller: path.removesuffix(" (deleted)")
+            for _, controllers, path in lines
+            for controller in controllers.split(",")
+        }
+        try:
+            exe = str(Path(directory, "exe").readlink()).removesuffix(" (deleted)")
+        except OSError:  # another user's
+            exe = ""
+        uid = re.search(rb"^Uid:\s+(\d+)", read(f"{directory}/status"), re.MULTILINE)
+        return ProcessFacts(
+            key=f"{pid}@{stat.start_ticks}", pid=pid, start_ticks=stat.start_ticks,
+            started_ns=booted_ns + stat.start_ticks * (1_000_000_000 // TICKS_PER_S),
+            parent_pid=stat.parent_pid, uid=int(uid[1]) if uid else -1, name=stat.name,
+            command=tuple(filter(None, contents["cmdline"].decode(errors="replace").split("\0"))),
+            environment=environment, cgroup=main_cgroup(cgroups), cgroups=cgroups, exe=exe, frameworks=frameworks,
+            unreadable="; ".join(unreadable),
+        )  # fmt: skip
+
+    def trouble(self) -> list[str]:
+        """What of the processes cannot be seen here."""
+        troubles = []
+        if denied := sum(look.denied for look in self._looks.values()):
+            needed = "root" if os.geteuid() else "CAP_SYS_PTRACE and every capability that they have"
+            troubles.append(
+                f"environment and libraries of {count_of(denied, 'process')} cannot be read, so that jobs and "
+                f"frameworks there are not known: the agent needs {needed}"
+            )
+        try:
+            mounts = read(f"{self.proc}/self/mounts")
+        except OSError:
+            mounts = b""
+        try:
+            all_seen = _Stat.read(f"{self.proc}/2").kernel
+        except OSError:
+            all_seen = False
+        proc_mount = re.search(rb"^\S+ %b proc (\S+)" % re.escape(os.fsencode(self.proc)), mounts, re.MULTILINE)
+        if proc_mount and re.search(rb"hidepid=(?!0|off)", proc_mount[1]) and os.geteuid() != 0:
+            troubles.append(
+                f"{self.proc} is mounted with hidepid, processes of other users are not seen: run the agent as root or "
+                "in the group of the mount's gid="
+            )
+        elif not all_seen:  # the second process of a host is a thread of the kernel
+            troubles.append(
+                "only the processes of this container are seen: start it in the host's pid namespace "
+                "(docker --pid=host, Kubernetes hostPID: true)"
+            )
+        if self.left_out:
+            troubles.append(
+                f"{self.left_out} processes that matter are left out, beyond {MOST_PROCESSES}; devices come first"
+            )
+        if self.waiting:
+            troubles.append(f"{self.waiting} processes are not looked at yet: the next runs do")
+        return troubles
+
+
+def main_cgroup(cgroups: dict[str, str]) -> str:
+    """The path that says most of whose a process is: that of a controller that limits jobs, else the only one."""
+    # In hybrid mode version 2 ("") only has names, of services rather than of the jobs that they started.
+    for controller in ("memory", "cpu", "devices", "freezer", "", "name=systemd"):
+        if cgroups.get(controller, "/") != "/":
+            return cgroups[controller]
+    return "/" if cgroups else ""

@@ -1,0 +1,160 @@
+"""Runs the collectors: each at its own period, in a thread of its own, and given up after its time-out.
+
+A thread cannot be stopped. One that hangs is left alone until it comes back by itself; meanwhile its collector is not
+run again, what it delivered is taken off the board, and the others go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from traceloom.agent.collectors.collector import Collector
+from traceloom.agent.metrics import Histogram, Reading
+from traceloom.agent.snapshot import Board, CollectorState
+
+LOG = logging.getLogger("traceloom.agent")
+FAST_S = 0.1  # the period while a trace runs
+FAILURES = ("timeout", "error", "defect")
+
+
+class Scheduler:
+    """The tasks of all collectors.
+
+    Args:
+        board: Where readings go.
+        collectors: What runs.
+        delivered: Called in the loop after a collector delivered.
+    """
+
+    def __init__(
+        self, board: Board, collectors: Iterable[Collector], delivered: Callable[[Collector], None] = lambda _: None
+    ) -> None:
+        self.board = board
+        self.collectors = list(collectors)
+        self.delivered = delivered
+        self._fast_until = 0.0
+        self._stopping = False
+        self._tasks: list[asyncio.Task[None]] = []
+        self._sooner: dict[str, asyncio.Event] = {}
+        self._hanging: set[str] = set()
+        for collector in self.collectors:
+            board.collectors[collector.name] = CollectorState(collector.name, collector.period_s)
+
+    def start(self) -> None:
+        """Begin; needs a running loop."""
+        for collector in self.collectors:
+            self._sooner[collector.name] = asyncio.Event()
+            self._tasks.append(asyncio.create_task(self._run(collector), name=f"collect {collector.name}"))
+
+    async def stop(self) -> None:
+        """End all tasks; threads that hang are left to die with the process."""
+        self._stopping = True  # before Python 3.12 `wait_for` may forget that it was cancelled
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def fast(self, seconds: float) -> None:
+        """Collect every 100 ms for so long: while a trace runs."""
+        self._fast_until = max(self._fast_until, time.monotonic() + seconds)
+        for event in self._sooner.values():
+            event.set()
+
+    async def collect(self, collector: Collector) -> bool:
+        """Run a collector once; whether it delivered."""
+        state = self.board.collectors[collector.name]
+        start = time.monotonic()
+        try:
+            readings = await asyncio.wait_for(self._in_a_thread(collector), collector.timeout_s)
+            self.board.put(collector.name, readings, time.time_ns())
+            state.trouble = ""
+        except (asyncio.TimeoutError, TimeoutError):
+            self._failed(collector, state, "timeout", f"gave nothing within {collector.timeout_s:g} s")
+        except OSError as error:
+            self._failed(collector, state, "error", str(error))
+        except Exception as error:
+            # A defect of one collector must not end the agent; it is logged with its traceback.
+            if not state.trouble:
+                LOG.exception("collector %s has a defect", collector.name)
+            self._failed(collector, state, "defect", f"{type(error).__name__}: {error}")
+        state.seconds = time.monotonic() - start
+        state.runs += 1
+        state.ran_ns = time.time_ns()
+        return not state.trouble
+
+    def readings(self) -> list[Reading]:
+        """How the collectors fare."""
+        readings = [
+            Reading("collector_seconds", (state.name,), state.seconds)
+            for state in self.board.collectors.values()
+            if state.runs
+        ]
+        readings += [
+            # Also those that never happened: of a counter that begins at 1, Prometheus does not see the first.
+            Reading("collector_failures_total", (state.name, reason), state.failures.get(reason, 0))
+            for state in self.board.collectors.values()
+            for reason in FAILURES
+        ]
+        return readings
+
+    def _failed(self, collector: Collector, state: CollectorState, reason: str, text: str) -> None:
+        if not state.trouble:
+            LOG.warning("collector %s: %s", collector.name, text)
+        state.trouble = text
+        state.failures[reason] = state.failures.get(reason, 0) + 1
+        self.board.stale(collector.name)
+
+    async def _run(self, collector: Collector) -> None:
+        sooner = self._sooner[collector.name]
+        due = time.monotonic()
+        while not self._stopping:
+            if await self.collect(collector):
+                self.delivered(collector)
+            now = time.monotonic()
+            # Where the machine slept or the collector was slow, what was missed is not made up for.
+            due = max(due + self._period(collector, now), now)
+            sooner.clear()
+            while not self._stopping and (left := due - time.monotonic()) > 0:
+                try:
+                    await asyncio.wait_for(sooner.wait(), left)
+                except (asyncio.TimeoutError, TimeoutError):
+                    break
+                sooner.clear()
+                due = min(due, time.monotonic() + self._period(collector, time.monotonic()))
+
+    def _period(self, collector: Collector, now: float) -> float:
+        return min(FAST_S, collector.period_s) if now < self._fast_until else collector.period_s
+
+    async def _in_a_thread(self, collector: Collector) -> Sequence[Reading | Histogram]:
+        """Collect in a thread that does not hold up the end of the process."""
+        name = collector.name
+        if name in self._hanging:
+            raise TimeoutError  # of an earlier run, which has not come back
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Sequence[Reading | Histogram]] = loop.create_future()
+
+        def settle(result: Sequence[Reading | Histogram] | None, error: BaseException | None) -> None:
+            self._hanging.discard(name)
+            if not future.done():
+                if error is not None:
+                    future.set_exception(error)
+                else:
+                    future.set_result(result or ())
+
+        def call() -> None:
+            result, problem = None, None
+            try:
+                result = collector.collect()
+            except BaseException as error:  # noqa: BLE001  (raised again where it is awaited)
+                problem = error
+            try:
+                loop.call_soon_threadsafe(settle, result, problem)
+            except RuntimeError:
+                return  # the loop has ended; nobody waits
+
+        self._hanging.add(name)
+        threading.Thread(target=call, name=f"collect-{name}", daemon=True).start()
+        return await future

@@ -1,0 +1,174 @@
+"""SQLite files of the agent: open, version, move a damaged file away, one writer thread.
+
+Used by requests, triggers, history, usage backlog.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+
+from traceloom.agent.traces.requests import Target, TraceRequest
+from traceloom.errors import InputError, OutputError, other_version
+
+
+def opened(path: Path | None, schema: str, version: int, what: str) -> sqlite3.Connection:
+    """A database with the tables of a schema, in a file of the agent's user alone; None keeps it in memory.
+
+    Args:
+        path: The file; its directory is made.
+        schema: Makes the tables of a new file.
+        version: Of the schema, which the file names.
+        what: It is called in errors.
+
+    Raises:
+        InputError: `other-version`: the file has another schema.
+        OSError, sqlite3.Error: It cannot be opened.
+    """
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    database = sqlite3.connect(path or ":memory:", check_same_thread=False, timeout=2.0)
+    try:
+        there = database.execute("PRAGMA user_version").fetchone()[0]
+        if there not in {0, version}:  # a new file has 0
+            raise other_version(what, there, version, path)
+        database.execute("PRAGMA journal_mode = WAL")
+        database.execute("PRAGMA synchronous = NORMAL")
+        if not there:
+            database.executescript(schema)
+            database.execute(f"PRAGMA user_version = {version}")
+        if path is not None:
+            path.chmod(0o600)
+    except (OSError, sqlite3.Error, InputError):
+        database.close()
+        raise
+    return database
+
+
+def is_damage(error: Exception) -> bool:
+    """Whether a file holds what no database may: subclasses of the error say that a disk or a lock is in the way."""
+    return type(error) is sqlite3.DatabaseError
+
+
+def put_aside(path: Path) -> str:
+    """Give a damaged file, which is closed, another name; that name.
+
+    Raises:
+        OSError: It cannot be renamed.
+    """
+    aside = f"{path}.damaged-{time.time_ns()}"
+    path.rename(aside)
+    for end in ("-wal", "-shm"):  # what they hold belongs to it
+        with contextlib.suppress(FileNotFoundError):
+            Path(f"{path}{end}").rename(f"{aside}{end}")
+    return aside
+
+
+VERSION = 2
+_COLUMNS = msgspec.structs.fields(Target)
+_SCHEMA = f"""
+CREATE TABLE IF NOT EXISTS requests (id TEXT PRIMARY KEY, asked_ns INTEGER NOT NULL, document BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS targets (
+    {", ".join(field.name for field in _COLUMNS)}, PRIMARY KEY (request, process, profiler)
+) WITHOUT ROWID;
+"""
+_NAMES, _MARKS = ", ".join(field.name for field in _COLUMNS), ", ".join("?" * len(_COLUMNS))
+_PUT_TARGET = f"INSERT OR REPLACE INTO targets ({_NAMES}) VALUES ({_MARKS})"  # noqa: S608  (our own names)
+
+
+class RequestStore:
+    """Blocks, so it is called in threads, one at a time.
+
+    Args:
+        path: The file; its directory is made. None keeps in memory alone.
+
+    Raises:
+        InputError: `other-version`: the file has another schema.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.trouble = ""  # why the last change is not on disk
+        self._lock = threading.Lock()
+        self._database: sqlite3.Connection | None = None
+        try:
+            self._open()
+        except (OSError, sqlite3.Error) as error:  # the agent goes on; requests are refused until it can be written
+            self.trouble = str(error)
+
+    def load(self) -> list[TraceRequest]:
+        """All requests, oldest first; rows that cannot be read are left out."""
+        with self._lock:
+            if self._database is None:
+                return []
+            requests: dict[str, TraceRequest] = {}
+            names = [field.name for field in _COLUMNS]
+            try:
+                for (document,) in self._database.execute("SELECT document FROM requests ORDER BY asked_ns"):
+                    with contextlib.suppress(msgspec.DecodeError, msgspec.ValidationError):
+                        request = msgspec.json.decode(document, type=TraceRequest)
+                        requests[request.id] = request
+                for row in self._database.execute(f"SELECT {', '.join(names)} FROM targets"):  # noqa: S608  (our own names)
+                    with contextlib.suppress(msgspec.ValidationError):
+                        target = msgspec.convert(dict(zip(names, row, strict=True)), Target)
+                        if target.request in requests:
+                            requests[target.request].targets.append(target)
+            except sqlite3.Error as error:  # the agent goes on with what could be read
+                self.trouble = str(error)
+            return list(requests.values())
+
+    def put(self, request: TraceRequest) -> None:
+        """Write a request with all its targets.
+
+        Raises:
+            OutputError: `cannot-write`: it is not on disk.
+        """
+        bare = msgspec.structs.replace(request, targets=[])
+        self._write(
+            (
+                "INSERT OR REPLACE INTO requests VALUES (?, ?, ?)",
+                (request.id, request.asked_ns, msgspec.json.encode(bare)),
+            ),
+            *((_PUT_TARGET, msgspec.structs.astuple(target)) for target in request.targets),
+        )
+
+    def put_target(self, target: Target) -> None:
+        """Write the state of a target; errors as of `put`."""
+        self._write((_PUT_TARGET, msgspec.structs.astuple(target)))
+
+    def delete(self, request: str) -> None:
+        """Forget a request; errors as of `put`."""
+        self._write(
+            ("DELETE FROM targets WHERE request = ?", (request,)), ("DELETE FROM requests WHERE id = ?", (request,))
+        )
+
+    def close(self) -> None:
+        """Let go of the file."""
+        with self._lock:
+            if self._database is not None:
+                self._database.close()
+                self._database = None
+
+    def _write(self, *statements: tuple[str, tuple[object, ...]]) -> None:
+        with self._lock:
+            try:
+                if self._database is None:
+                    self._open()
+                assert self._database is not None
+                with self._database as database:
+                    for statement, values in statements:
+                        database.execute(statement, values)
+            except (OSError, sqlite3.Error) as error:
+                self.trouble = str(error)
+                raise OutputError(
+                    f"the request cannot be written down: {error}", slug="cannot-write", where=str(self.path)
+                ) from error
+            self.trouble = ""
+
+    def _open(self) -> None:
+        self._database = opened(self.path, _SCHEMA, VERSION, "database of requests")

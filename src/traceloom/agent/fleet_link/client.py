@@ -1,0 +1,154 @@
+"""Asking the fleet's service: one connection that is kept, answers of a bounded size, no redirect followed."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import socket
+import ssl
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from traceloom.agent.fleet_link.protocol import UplinkMessage
+from traceloom.errors import InputError, TraceloomError
+from traceloom.system.service_address import ServiceAddress
+
+Message = TypeVar("Message")
+_MOST_ANSWER = 16 << 20
+_BLOCK = 1 << 20
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # of whatever answers there
+
+
+class ServiceError(TraceloomError):
+    """The service does not answer, or refuses. `status` is that of HTTP; 0 where there was none."""
+
+    exit_code = 3
+
+    def __init__(self, message: str, *, slug: str, status: int = 0, hint: str = "") -> None:
+        super().__init__(message, slug=slug, hint=hint)
+        self.status = status
+
+
+class ServiceClient:
+    """Asks a service; used by one thread at a time.
+
+    Args:
+        url: Where it is.
+        ca: A file of certificates to trust instead of the system's.
+        credential: Shown with every question; "" before there is one.
+        timeout_s: How long an answer may take.
+
+    Raises:
+        InputError: `wrong-address`, as of `ServiceAddress.of`; `wrong-config`: the certificates cannot be read.
+    """
+
+    def __init__(self, url: str, *, ca: str = "", credential: str = "", timeout_s: float = 10.0) -> None:
+        self.address = ServiceAddress.of(url)
+        self.url = url
+        self.credential = credential
+        self.timeout_s = timeout_s
+        self._connection: http.client.HTTPConnection | None = None
+        self._is_over = False
+        self._tls: ssl.SSLContext | None = None
+        if self.address.tls:
+            try:
+                self._tls = ssl.create_default_context(cafile=ca or None)
+            except OSError as error:
+                raise InputError(f"the certificates cannot be read: {error}", slug="wrong-config", where=ca) from error
+
+    def get(self, route: str, kind: type[Message]) -> Message:
+        """What is at a route.
+
+        Raises:
+            ServiceError: `no-service`: nobody answers; `service-unclear`: what comes is no answer of a service; the
+                service's own slug where it refuses.
+        """
+        return self._decoded(self._ask("GET", route, b"", {}), kind)
+
+    def post(self, route: str, body: UplinkMessage, kind: type[Message]) -> Message:
+        """Tell it something; errors as of `get`."""
+        content = msgspec.json.encode(body)
+        return self._decoded(self._ask("POST", route, content, {"Content-Type": "application/json"}), kind)
+
+    def put_file(self, route: str, path: Path, size: int) -> None:
+        """Send a file in pieces; errors as of `get`.
+
+        Raises:
+            OSError: It cannot be read.
+        """
+        with path.open("rb") as file:
+            headers = {"Content-Type": "application/octet-stream", "Content-Length": str(size)}
+            self._ask("PUT", route, iter(lambda: file.read(_BLOCK), b""), headers)
+
+    def close(self) -> None:
+        """Let the connection go."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def abort(self) -> None:
+        """End what another thread waits for here, and ask nothing twice any more; that thread gets an error."""
+        self._is_over = True
+        connection = self._connection
+        if connection is not None and connection.sock is not None:
+            with contextlib.suppress(OSError):
+                connection.sock.shutdown(socket.SHUT_RDWR)
+
+    def _ask(self, method: str, route: str, body: object, headers: dict[str, str]) -> bytes:
+        if self.credential:
+            headers = {**headers, "Authorization": f"Bearer {self.credential}"}
+        kept = self._connection is not None
+        try:
+            if self._connection is None:
+                self._connection = self.address.connection(self.timeout_s, self._tls)
+            url = f"{self.address.prefix}/api/v1/{route}"
+            self._connection.request(method, url, body or None, headers)  # type: ignore[arg-type]
+            response = self._connection.getresponse()
+            answer, status = response.read(_MOST_ANSWER + 1), response.status
+            if len(answer) > _MOST_ANSWER:
+                raise http.client.HTTPException("an answer without end")  # noqa: TRY301
+            if response.will_close:
+                self.close()
+        except (http.client.HTTPException, OSError) as error:
+            self.close()
+            if (
+                kept
+                and not self._is_over
+                and isinstance(body, bytes)
+                and isinstance(error, (http.client.RemoteDisconnected, BrokenPipeError))
+            ):
+                # The service closed an idle connection. Every question is one that may be asked twice.
+                return self._ask(method, route, body, headers)
+            reason = (getattr(error, "strerror", None) or str(error) or type(error).__name__).lower()
+            raise ServiceError(f"the fleet's service does not answer: {reason}", slug="no-service") from error
+        if status < 300:
+            return answer
+        if status == 503:  # behind an address of several services the next connection may lead to another one
+            self.close()
+        with contextlib.suppress(*_UNREADABLE):
+            problem = msgspec.json.decode(answer, type=_Refusal).error
+            raise ServiceError(problem.message, slug=problem.slug, status=status, hint=problem.hint)
+        raise ServiceError(
+            f"the fleet's service answers {status} and gives no reason that is understood here",
+            slug="service-unclear", status=status,
+        )  # fmt: skip
+
+    def _decoded(self, answer: bytes, kind: type[Message]) -> Message:
+        try:
+            return msgspec.json.decode(answer, type=kind)
+        except _UNREADABLE as error:
+            raise ServiceError(
+                f"what answers at {self.url} is no service of a fleet", slug="service-unclear"
+            ) from error
+
+
+class _Problem(msgspec.Struct):
+    slug: str
+    message: str
+    hint: str = ""
+
+
+class _Refusal(msgspec.Struct):
+    error: _Problem

@@ -1,0 +1,465 @@
+"""Enrol, heartbeat, work, upload; clock offset; retry with backoff.
+
+messages    what goes over the wire, both ways
+client      one connection to the service
+clock       how far the host's clock is from the service's
+usage       whose each device was, minute by minute
+link        the loops: enrol, heartbeat, work, upload
+
+A message that leaves at `sent` by the host's clock, arrives at `received` and is answered at `answered` by the
+service's, and is back at `returned`, bounds the offset: it is `((received - sent) + (answered - returned)) / 2`, at
+most half of the time on the way beside it (RFC 5905, section 8).
+
+The service is asked in threads; everything else happens in the agent's loop. Whatever breaks is tried again, later
+each time; the agent itself never waits for the service.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import sqlite3
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from traceloom import __version__
+from traceloom.agent.config import Config
+from traceloom.agent.fleet_link.client import ServiceClient, ServiceError
+from traceloom.agent.fleet_link.protocol import (
+    HOST_ENDED,
+    MOST_PROCESSES,
+    ArmedProcess,
+    ClockOffset,
+    Enrolled,
+    Enrolment,
+    Heartbeat,
+    HeartbeatAnswer,
+    HostDevice,
+    HostFile,
+    HostProcess,
+    HostReport,
+    HostWork,
+    ReportAnswer,
+    UsageRow,
+    WorkAnswer,
+)
+from traceloom.agent.fleet_link.usage import UsageBacklog, UsageMinutes
+from traceloom.agent.metrics import Reading
+from traceloom.agent.snapshot import Board
+from traceloom.agent.topline import Topline
+from traceloom.agent.traces.requests import TraceRequest
+from traceloom.agent.traces.runner import RequestDesk
+from traceloom.errors import InputError, other_version, unreadable
+from traceloom.server.problem import RequestError
+from traceloom.system.files import sha256_of
+
+KEPT = 16
+# What two clocks may drift apart while a round trip ages; NTP takes 15 ppm, undisciplined quartz has up to 50.
+DRIFT = 50e-6
+_JUMP_NS = 5_000_000  # what a clock that was set differs by; slewing stays below
+
+
+class RoundTrip(Struct, frozen=True):
+    """One exchange: times in ns of the host's clock (`sent`, `returned`, `monotonic`) and the service's."""
+
+    sent_ns: int
+    received_ns: int
+    answered_ns: int
+    returned_ns: int
+    monotonic_ns: int  # when it returned
+
+    @property
+    def offset_ns(self) -> int:
+        """What is added to a time of the host to get the service's."""
+        return ((self.received_ns - self.sent_ns) + (self.answered_ns - self.returned_ns)) // 2
+
+    @property
+    def error_ns(self) -> int:
+        """How far the offset may be wrong: half of the time on the way."""
+        return ((self.returned_ns - self.sent_ns) - (self.answered_ns - self.received_ns) + 1) // 2
+
+
+class ServiceClock:
+    """Keeps the last round trips; those from before the host's clock was set count no more."""
+
+    def __init__(self) -> None:
+        self._kept: deque[RoundTrip] = deque(maxlen=KEPT)
+
+    def add(self, trip: RoundTrip) -> bool:
+        """Take a round trip; False where it cannot be: a clock was set while it was on its way."""
+        if trip.error_ns < 0 or trip.answered_ns < trip.received_ns:
+            self._kept.clear()
+            return False
+        if self._kept:
+            last = self._kept[-1]
+            by_clock, by_counter = trip.returned_ns - last.returned_ns, trip.monotonic_ns - last.monotonic_ns
+            if abs(by_clock - by_counter) > _JUMP_NS + DRIFT * by_counter:
+                self._kept.clear()
+        self._kept.append(trip)
+        return True
+
+    def offset(self, monotonic_ns: int) -> ClockOffset | None:
+        """The offset with the smallest error now; None before the first round trip."""
+        if not self._kept:
+            return None
+
+        def error(trip: RoundTrip) -> int:
+            return trip.error_ns + int(DRIFT * max(monotonic_ns - trip.monotonic_ns, 0))
+
+        best = min(self._kept, key=error)
+        return ClockOffset(offset_ns=best.offset_ns, error_ns=error(best), round_trips=len(self._kept))
+
+
+LOG = logging.getLogger("traceloom.agent")
+T = TypeVar("T")
+VERSION = 1  # of the file that says so: `Membership`
+TOKEN_VARIABLE = "TRACELOOM_FLEET_TOKEN"  # noqa: S105  (its name)
+_WAIT_S = 30.0  # that the service keeps a question for work
+_LOOK_S = 0.5
+_FIRST_RETRY_S, _LONGEST_RETRY_S = 1.0, 60.0
+_MOST_UPLOADS = 3  # of a request's files, before the host gives up
+_IMPORTED_NS = 15_000_000_000  # after its first poll a process has imported PyTorch, where nobody sees it step
+_TELL_STEPS_S = 2.0  # where a common step is looked for: counts go on
+_ARM_S = 20.0  # for a process to appear that the service says is here
+
+
+class Uplink:
+    """The agent's side of the fleet.
+
+    Args:
+        config: The agent's; `fleet.server` is set.
+        state: The directory of its files.
+        board: What is known of the host.
+        desk: Takes requests for traces.
+        topline: What jobs had of the devices in the last tick.
+        boot_id: Of this host.
+
+    Raises:
+        InputError: `wrong-config`: the address, or its certificates.
+    """
+
+    def __init__(  # noqa: PLR0917  (the parts of the agent)
+        self, config: Config, state: Path, board: Board, desk: RequestDesk, topline: Topline, boot_id: str
+    ) -> None:
+        self.config, self.board, self.desk, self.topline, self.boot_id = config, board, desk, topline, boot_id
+        self.membership = state / "fleet.json"
+        self.backlog = UsageBacklog(state / "usage.db")
+        self.minutes = UsageMinutes()
+        self.clock = ServiceClock()
+        self.trouble = ""  # why the service could not be talked to last time
+        self.host = ""  # its name there, once it belongs to the fleet
+        # One connection each: a heartbeat waits neither for a long poll nor for an upload.
+        self._beats, self._polls, self._uploads = (
+            ServiceClient(config.fleet.server, ca=config.fleet.ca, timeout_s=timeout_s)
+            for timeout_s in (10.0, _WAIT_S + 15.0, 60.0)
+        )
+        self._uploading = asyncio.Lock()
+        self._loops: list[asyncio.Task[None]] = []
+        self._work: dict[str, HostWork] = {}  # request -> what is wanted of this host
+        self._carried: dict[str, asyncio.Task[None]] = {}  # request -> who sees to it
+        self._version = ""  # of the work that is known
+
+    def start(self) -> None:
+        """Begin to talk to the service."""
+        self._loops = [asyncio.create_task(self._belong(), name="fleet")]
+
+    async def close(self) -> None:
+        """Stop; what is not done the service offers again to the next agent."""
+        tasks = [*self._loops, *self._carried.values()]
+        for task in tasks:
+            task.cancel()
+        for client in (self._beats, self._polls, self._uploads):
+            client.abort()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for client in (self._beats, self._polls, self._uploads):
+            client.close()
+
+    def now_ns(self) -> int:
+        """Now, by the service's clock as far as it is known."""
+        offset = self.clock.offset(time.monotonic_ns())
+        return time.time_ns() + (offset.offset_ns if offset is not None else 0)
+
+    def tick(self) -> dict[int, list[UsageRow]]:
+        """Take what jobs had of the devices in the last tick; the minutes that have ended, for the backlog."""
+        now_ns = self.now_ns()
+        self.minutes.add(now_ns, self.topline.device_times, self.topline.input_bytes)
+        return self.minutes.take(now_ns, {uuid: device.model for uuid, device in self.board.devices.items()})
+
+    def readings(self) -> list[Reading]:
+        """What of the use of devices the fleet will not have."""
+        return [
+            Reading("agent_usage_dropped_seconds_total", (), self.minutes.dropped_ms / 1000),
+            Reading("agent_usage_lost_total", (), float(self.backlog.lost)),
+        ]
+
+    # Belonging, and saying how the host is.
+
+    async def _belong(self) -> None:
+        await self._until_done(partial(asyncio.to_thread, self._enrol))
+        self._loops += [
+            asyncio.create_task(self._forever(self._beat, self.config.fleet.heartbeat), name="fleet heartbeat"),
+            asyncio.create_task(self._forever(self._take_work, 0.0), name="fleet work"),
+        ]
+
+    async def _forever(self, act: Callable[[], Awaitable[None]], pause_s: float) -> None:
+        while True:
+            await self._until_done(act)
+            await asyncio.sleep(pause_s)
+
+    async def _until_done(self, act: Callable[[], Awaitable[T]]) -> T:
+        """What it gives, tried until it works; what is wrong is logged when it is something else than before."""
+        wait_s = _FIRST_RETRY_S
+        while True:
+            try:
+                result = await act()
+            except (ServiceError, InputError, sqlite3.Error, OSError, msgspec.MsgspecError) as error:
+                if str(error) != self.trouble:
+                    LOG.warning("fleet: %s", error)
+                self.trouble = str(error)
+            else:
+                self.trouble = ""
+                return result
+            # A thousand hosts come back at once after a restart of the service, but not in one instant.
+            await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))  # noqa: S311
+            wait_s = min(2 * wait_s, _LONGEST_RETRY_S)
+
+    def _enrol(self) -> None:
+        """Be a host of the fleet: as the file says, else by the token; blocks."""
+        fleet = self.config.fleet
+        try:
+            member = msgspec.json.decode(self.membership.read_bytes(), type=Membership)
+        except FileNotFoundError:
+            member = None
+        if member is not None and member.version != VERSION:
+            raise other_version("membership of the fleet", member.version, VERSION, self.membership)
+        if member is None or member.server != fleet.server:
+            token = os.environ.get(TOKEN_VARIABLE, "")
+            if fleet.token_file:
+                try:
+                    token = Path(fleet.token_file).read_text(encoding="utf-8")
+                except (OSError, UnicodeDecodeError) as error:
+                    raise unreadable(fleet.token_file, error, "token of enrolment") from error
+            if not token.strip():
+                raise InputError(
+                    "this host does not belong to the fleet yet, and there is no token", slug="no-token",
+                    where="fleet.token_file",
+                    hint=f"`traceloom fleet token enrol` on the service makes one; {TOKEN_VARIABLE} holds it, too",
+                )  # fmt: skip
+            enrolment = Enrolment(
+                token=token.strip(), host=self.config.host_name, boot_id=self.boot_id, version=__version__
+            )
+            enrolled = self._beats.post("agents/enrol", enrolment, Enrolled)
+            member = Membership(
+                version=VERSION, server=fleet.server, host=enrolled.host, credential=enrolled.credential
+            )
+            self.membership.parent.mkdir(parents=True, exist_ok=True)
+            part = self.membership.with_name(f".{self.membership.name}.{os.getpid()}")
+            part.write_bytes(b"")
+            part.chmod(0o600)  # before the credential is in it
+            part.write_bytes(msgspec.json.encode(member))
+            part.replace(self.membership)
+        self.host = member.host
+        for client in (self._beats, self._polls, self._uploads):
+            client.credential = member.credential
+
+    async def _beat(self) -> None:
+        """Say how the host is, and take the time from the answer."""
+        usage = await asyncio.to_thread(self.backlog.oldest)
+        heartbeat = self._heartbeat(usage)
+        answer, trip = await asyncio.to_thread(self._exchange, heartbeat)
+        self.clock.add(trip)
+        if usage and answer.usage_through:
+            await asyncio.to_thread(self.backlog.acknowledge, answer.usage_through)
+
+    def _exchange(self, heartbeat: Heartbeat) -> tuple[HeartbeatAnswer, RoundTrip]:
+        sent_ns = time.time_ns()
+        answer = self._beats.post(f"agents/{self.host}/heartbeat", heartbeat, HeartbeatAnswer)
+        returned_ns, monotonic_ns = time.time_ns(), time.monotonic_ns()
+        return answer, RoundTrip(sent_ns, answer.received_ns, answer.answered_ns, returned_ns, monotonic_ns)
+
+    def _heartbeat(self, usage: list[UsageRow]) -> Heartbeat:
+        values: dict[str, dict[str, float]] = {uuid: {} for uuid in self.board.devices}
+        hung: set[str] = set()
+        for (metric, labels), value, _ in self.board.values():
+            if len(labels) == 1 and labels[0] in values:
+                values[labels[0]][metric] = value
+            elif metric == "job_hung" and value:
+                hung.add(labels[0])
+        return Heartbeat(
+            sent_ns=time.time_ns(), boot_id=self.boot_id, version=__version__,
+            clock=self.clock.offset(time.monotonic_ns()),
+            devices=[
+                HostDevice(
+                    uuid=uuid, index=device.index, model=device.model, stale=device.stale[:256], values=values[uuid]
+                )
+                for uuid, device in self.board.devices.items()
+            ],
+            processes=[
+                HostProcess(
+                    key=process.key, pid=process.pid, uid=process.uid, job=process.owner.job,
+                    job_name=process.owner.name, scheduler=process.owner.scheduler, rank=process.owner.rank,
+                    world_size=process.owner.world_size, user=process.owner.user, account=process.owner.account,
+                    framework=process.owner.framework, labels=process.owner.labels, devices=process.devices,
+                    steps_per_second=process.steps_per_second,
+                    steps=None if (pace := self.desk.steps.pace(process.key)) is None else pace.steps,
+                    polls=process.key in self.desk.registry.clients, hung=process.owner.job in hung,
+                )
+                for process in list(self.board.processes.values())[:MOST_PROCESSES]
+            ],
+            usage=usage,
+            trouble={name: state.trouble[:256] for name, state in self.board.collectors.items() if state.trouble},
+        )  # fmt: skip
+
+    # Work.
+
+    async def _take_work(self) -> None:
+        """Wait for work that differs from what is known, and see to each request of it."""
+        route = f"agents/{self.host}/work?version={self._version}&wait={_WAIT_S:g}"
+        answer = await asyncio.to_thread(self._polls.get, route, WorkAnswer)
+        self._work = {work.request: work for work in answer.work}
+        self._version = answer.version
+        for request in self._carried:
+            if request not in self._work:
+                traced = self._of_desk(request)
+                if traced is not None and not traced.ended:
+                    self.desk.cancel(traced)
+        for request in self._work:
+            if request not in self._carried:
+                task = asyncio.create_task(self._carry_out(request), name=f"fleet request {request}")
+                self._carried[request] = task
+                task.add_done_callback(lambda _, request=request: self._carried.pop(request, None))  # type: ignore[misc]
+
+    async def _carry_out(self, request: str) -> None:
+        """See to a request until it has ended here, or the service does not want it any more."""
+        try:
+            report = await self._until_started(request)
+            if report is None:
+                report = await self._run_and_upload(request)
+        except RequestError as error:
+            report = HostReport(state="failed", reason=error.slug, detail=str(error)[:2000])
+        if report.state in HOST_ENDED:
+            with contextlib.suppress(RequestError):  # the service wants it no more
+                await self._report(request, report)
+
+    async def _until_started(self, request: str) -> HostReport | None:
+        """Say which processes there are and which are ready, until it is to start; a report where it never does."""
+        before: HostReport | None = None
+        reported, until = 0.0, time.monotonic() + _ARM_S
+        while (work := self._work.get(request)) is not None:
+            if work.step == "start" or self._of_desk(request) is not None:
+                return None
+            try:
+                matching = self.desk.matching(work.wanted, self._may_trace)
+            except RequestError:
+                if time.monotonic() > until:
+                    raise
+                matching = []
+            clients = self.desk.registry.clients
+            armed = HostReport(
+                state="armed",
+                processes=[
+                    ArmedProcess(
+                        key=process.key, pid=process.pid, job=process.owner.job, rank=process.owner.rank,
+                        # It polls while it still imports PyTorch, and a trace would hold nothing.
+                        ready=(client := clients.get(process.key)) is not None and not client.busy
+                        and (process.steps_per_second is not None or time.time_ns() - client.first_ns > _IMPORTED_NS),
+                        steps_per_second=process.steps_per_second, steps=self.desk.steps.total(process.key),
+                    )
+                    for process in matching
+                ],
+                clock=self.clock.offset(time.monotonic_ns()),
+            )  # fmt: skip
+            changed = before is None or [(of.key, of.ready) for of in armed.processes] != [
+                (of.key, of.ready) for of in before.processes
+            ]
+            old = work.start == "step" and time.monotonic() > reported + _TELL_STEPS_S
+            if matching and (changed or old):
+                await self._report(request, armed)
+                before, reported = armed, time.monotonic()
+            await asyncio.sleep(_LOOK_S)
+        return HostReport(state="cancelled", reason="cancelled", detail="the service wants it no more")
+
+    async def _run_and_upload(self, request: str) -> HostReport:
+        """Trace, say how far it is, and send what was kept."""
+        traced = self._of_desk(request)
+        if traced is None:
+            work = self._work[request]
+            wanted = msgspec.structs.replace(work.wanted, at_ns=0 if work.at_step else work.at_ns)
+            traced = await self.desk.submit(wanted, f"fleet request {request}", self._may_trace, at_step=work.at_step)
+        async for now in self.desk.changes(traced):
+            await self._report(request, HostReport(state="running", targets=now.targets))
+        if not any(target.state == "kept" for target in traced.targets):
+            cancelled = all(target.state == "cancelled" for target in traced.targets)
+            first = traced.targets[0]
+            return HostReport(
+                state="cancelled" if cancelled else "failed", reason=first.reason, detail=first.detail[:2000],
+                targets=traced.targets,
+            )  # fmt: skip
+        folder = self.desk.places.of_request(traced.uid, traced.id)
+        files = await asyncio.to_thread(_files, folder, traced.files)
+        report = HostReport(state="uploading", targets=traced.targets, files=files)
+        for _ in range(_MOST_UPLOADS):
+            missing = set((await self._report(request, report)).missing)
+            if not missing:
+                return msgspec.structs.replace(report, state="uploaded")
+            for file in files:
+                if file.name in missing:
+                    route = f"agents/{self.host}/requests/{request}/files/{file.name}"
+                    try:
+                        async with self._uploading:
+                            await asyncio.to_thread(self._uploads.put_file, route, folder / file.name, file.bytes)
+                    except (ServiceError, OSError) as error:  # the service says in its next answer that it is missing
+                        self.trouble = str(error)
+                        await asyncio.sleep(_FIRST_RETRY_S)
+        reason = "files did not arrive whole, though they were sent several times"
+        return msgspec.structs.replace(report, state="failed", reason="upload-failed", detail=reason)
+
+    def _of_desk(self, request: str) -> TraceRequest | None:
+        """What the desk has for it already: from before the agent started again."""
+        return next((of for of in self.desk.requests.values() if of.who == f"fleet request {request}"), None)
+
+    async def _report(self, request: str, report: HostReport) -> ReportAnswer:
+        """Tell the service, however long it takes to reach it; what it refuses for good is an error."""
+
+        async def tell() -> ReportAnswer:
+            route = f"agents/{self.host}/requests/{request}"
+            try:
+                async with self._uploading:
+                    return await asyncio.to_thread(self._uploads.post, route, report, ReportAnswer)
+            except ServiceError as error:
+                if 400 <= error.status < 500 and error.status != 429:
+                    raise RequestError(error.status, str(error), slug=error.slug) from error
+                raise
+
+        return await self._until_done(tell)
+
+    @staticmethod
+    def _may_trace(uid: int) -> bool:
+        return os.geteuid() in {0, uid}
+
+
+class Membership(msgspec.Struct, frozen=True):
+    """What a host keeps once it belongs to a fleet; the file is its user's alone."""
+
+    version: int
+    server: str
+    host: str
+    credential: str
+
+
+def _files(folder: Path, names: list[str]) -> list[HostFile]:
+    files = []
+    for name in names:
+        with (folder / name).open("rb") as file:
+            files.append(HostFile(name=name, bytes=os.fstat(file.fileno()).st_size, sha256=sha256_of(file)))
+    return files

@@ -1,0 +1,215 @@
+"""Whose each device was, minute by minute, in whole milliseconds: what the fleet adds up.
+
+Minutes are of the service's clock. A tick that lies in two of them is split; rows of a device and minute never add up
+to more than 60,000 ms, and to less only where the agent did not run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sqlite3
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from traceloom.agent.database import is_damage, opened, put_aside
+from traceloom.agent.fleet_link.protocol import MOST_MINUTES, UsageRow, UsageState
+from traceloom.agent.ownership.model import split
+from traceloom.agent.topline import JobDeviceTime
+from traceloom.errors import InputError
+
+LOG = logging.getLogger("traceloom.agent")
+MINUTE_MS = 60_000
+VERSION = 1
+_SCHEMA = "CREATE TABLE IF NOT EXISTS minutes (minute INTEGER PRIMARY KEY, rows BLOB NOT NULL)"
+_MOST_KEPT = 2 * 24 * 60  # minutes that wait for a service; then the oldest go
+
+
+class _UseOfDevice(NamedTuple):
+    """What a row is of."""
+
+    device: str
+    job: str
+    state: UsageState
+
+
+@dataclass(slots=True)
+class _Amounts:
+    """What is added up of it; None: a part of it is not known."""
+
+    ms: int = 0
+    joules: float | None = 0.0
+    flops_low: float | None = 0.0
+    flops_high: float | None = 0.0
+
+    def add(self, ms: int, time: JobDeviceTime) -> None:
+        """Add so many ms of a tick, with that part of what was measured in it."""
+        part = ms / (time.busy_ms + time.idle_ms + time.unknown_ms)
+        low, high = time.flops or (None, None)
+        self.ms += ms
+        self.joules = _sum(self.joules, time.joules, part)
+        self.flops_low = _sum(self.flops_low, low, part)
+        self.flops_high = _sum(self.flops_high, high, part)
+
+
+def _sum(total: float | None, amount: float | None, part: float) -> float | None:
+    return None if total is None or amount is None else total + amount * part
+
+
+class UsageMinutes:
+    """Adds up ticks into minutes. Used by the agent's loop alone."""
+
+    def __init__(self) -> None:
+        self._minutes: dict[int, dict[_UseOfDevice, _Amounts]] = {}
+        self._bytes: dict[tuple[int, str], float] = {}  # (minute, job) -> what it read
+        self._first = 0  # that is open; earlier ones were taken
+        self.dropped_ms = 0  # of devices: in minutes that were taken already, or beyond their 60,000
+
+    def add(self, end_ns: int, times: Iterable[JobDeviceTime], input_bytes: Mapping[str, float]) -> None:
+        """Take a tick.
+
+        Args:
+            end_ns: When it ended, by the service's clock.
+            times: What jobs had of the devices; those of one device add up to the length of the tick.
+            input_bytes: Job -> bytes that it read meanwhile, where that is known.
+        """
+        by_device: dict[str, list[JobDeviceTime]] = defaultdict(list)
+        for time in times:
+            by_device[time.device].append(time)
+        pieces: list[tuple[int, int]] = []
+        for of_device in by_device.values():
+            spent = [ms for time in of_device for ms in (time.busy_ms, time.idle_ms, time.unknown_ms)]
+            pieces = _pieces(end_ns // 1_000_000, sum(spent))
+            for minute, length in pieces:
+                parts = split(length, spent)  # at most what there is, as all parts of one whole are
+                spent = [ms - part for ms, part in zip(spent, parts, strict=True)]
+                self._put(minute, of_device, parts)
+        whole = sum(length for _, length in pieces)
+        for job, amount in input_bytes.items():
+            for minute, length in pieces:
+                if minute >= self._first:
+                    self._bytes[minute, job] = self._bytes.get((minute, job), 0.0) + amount * length / whole
+
+    def _put(self, minute: int, times: list[JobDeviceTime], parts: list[int]) -> None:
+        """Book parts (busy, idle, unknown of each job) of a device on a minute, as far as there is room."""
+        uses = self._minutes.setdefault(minute, {}) if minute >= self._first else {}
+        booked = sum(amounts.ms for use, amounts in uses.items() if use.device == times[0].device)
+        room = MINUTE_MS - booked if minute >= self._first else 0
+        if sum(parts) > room:
+            self.dropped_ms += sum(parts) - room
+            parts = split(room, parts)
+        for time, *of_time in zip(times, parts[0::3], parts[1::3], parts[2::3], strict=True):
+            idle: UsageState = "unallocated" if time.job is None else "idle-allocated"
+            states: tuple[UsageState, ...] = ("busy", idle, "unreachable")
+            for state, ms in zip(states, of_time, strict=True):
+                if ms:
+                    uses.setdefault(_UseOfDevice(time.device, time.job or "", state), _Amounts()).add(ms, time)
+
+    def take(self, now_ns: int, models: Mapping[str, str]) -> dict[int, list[UsageRow]]:
+        """The minutes that have ended by the service's clock; they are not given again.
+
+        Args:
+            now_ns: Now.
+            models: Device -> its model.
+        """
+        self._first = max(self._first, now_ns // 1_000_000 // MINUTE_MS)
+        ended = sorted(minute for minute in self._minutes if minute < self._first)
+        rows = {minute: list(self._rows(minute, models)) for minute in ended}
+        self._bytes = {key: amount for key, amount in self._bytes.items() if key[0] >= self._first}
+        return rows
+
+    def _rows(self, minute: int, models: Mapping[str, str]) -> Iterator[UsageRow]:
+        uses = self._minutes.pop(minute)
+        rows_of_job = Counter(use.job for use in uses)
+        read = {  # nobody knows which device took it: in equal parts, which add up
+            job: iter(split(round(self._bytes[minute, job]), [1.0] * count))
+            for job, count in rows_of_job.items()
+            if (minute, job) in self._bytes
+        }
+        for use, amounts in uses.items():
+            yield UsageRow(
+                minute=minute, device=use.device, device_model=models.get(use.device, ""), job=use.job,
+                state=use.state, device_ms=amounts.ms, busy_ms=amounts.ms if use.state == "busy" else 0,
+                energy_mj=None if amounts.joules is None else round(1000 * amounts.joules),
+                flops_low=amounts.flops_low, flops_high=amounts.flops_high,
+                input_bytes=next(read[use.job]) if use.job in read else None,
+            )  # fmt: skip
+
+
+def _pieces(end: int, length: int) -> list[tuple[int, int]]:
+    """A span of milliseconds cut at minutes: (minute, length) of each piece."""
+    pieces = []
+    begin = end - length
+    while begin < end:
+        until = min(end, (begin // MINUTE_MS + 1) * MINUTE_MS)
+        pieces.append((begin // MINUTE_MS, until - begin))
+        begin = until
+    return pieces
+
+
+class UsageBacklog:
+    """Minutes that the service has not acknowledged, on disk (SQLite); blocks, so it is called in a thread.
+
+    Args:
+        path: The file; its directory is made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lost = 0  # minutes that no service took in time, or that could not be written
+        self.trouble = ""  # why the last could not be written
+
+    def put(self, minutes: Mapping[int, list[UsageRow]]) -> None:
+        """Keep minutes until they are acknowledged."""
+        try:
+            with self._database() as database:
+                database.executemany(
+                    "INSERT OR REPLACE INTO minutes VALUES (?, ?)",
+                    [(minute, msgspec.msgpack.encode(rows)) for minute, rows in minutes.items()],
+                )
+                kept = "SELECT minute FROM minutes ORDER BY minute DESC LIMIT ?"
+                excess = database.execute(f"DELETE FROM minutes WHERE minute NOT IN ({kept})", (_MOST_KEPT,))  # noqa: S608
+                self.lost += excess.rowcount
+            self.trouble = ""
+        except (sqlite3.Error, OSError, InputError) as error:
+            self.lost += len(minutes)
+            self.trouble = f"{self.path}: {error}"
+
+    def oldest(self) -> list[UsageRow]:
+        """The rows of the oldest minutes, as many as a heartbeat takes.
+
+        Raises:
+            InputError: `other-version`: the file has another schema.
+            sqlite3.Error, OSError: They cannot be read; what is damaged has been put aside.
+        """
+        if not self.path.exists():
+            return []
+        with self._database() as database:
+            minutes = database.execute("SELECT rows FROM minutes ORDER BY minute LIMIT ?", (MOST_MINUTES,)).fetchall()
+            try:
+                return [row for (rows,) in minutes for row in msgspec.msgpack.decode(rows, type=list[UsageRow])]
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # SQLite checks no contents
+                raise sqlite3.DatabaseError(f"a minute for the fleet is damaged: {error}") from error
+
+    def acknowledge(self, minute: int) -> None:
+        """The service has all minutes up to this one; errors as of `oldest`."""
+        if self.path.exists():
+            with self._database() as database:
+                database.execute("DELETE FROM minutes WHERE minute <= ?", (minute,))
+
+    @contextlib.contextmanager
+    def _database(self) -> Iterator[sqlite3.Connection]:
+        """The database; one that is damaged is put aside, and the next question begins a new one."""
+        try:
+            connection = opened(self.path, _SCHEMA, VERSION, "database of usage")
+            with contextlib.closing(connection) as database, database:
+                yield database
+        except sqlite3.DatabaseError as error:
+            if is_damage(error):
+                LOG.warning("the minutes for the fleet are damaged and put aside as %s", put_aside(self.path))
+            raise

@@ -1,0 +1,123 @@
+"""The application: routes, who asks, errors as answers.
+
+Everything is answered from memory; only the text of /metrics is made in a thread, so that the loop goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from inspect import isawaitable
+from typing import TYPE_CHECKING
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route as Endpoint
+
+from traceloom.agent.api import Answers
+from traceloom.agent.handlers.telemetry import ROUTES, Asked, Route
+from traceloom.agent.publishers.openmetrics import render
+from traceloom.agent.snapshot import View
+from traceloom.server.access import Peer, Rates
+from traceloom.server.problem import (
+    DOCUMENT_PATH,
+    METRICS_PATH,
+    RequestError,
+    refusal_response,
+    refusals,
+)
+from traceloom.server.routing import document
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+
+class Guarded:
+    """In front of the routes: who asks, and whether they ask too often."""
+
+    def __init__(self, app: ASGIApp, agent: Answers) -> None:
+        self.app, self.agent = app, agent
+        self.rates = Rates(agent.config.access.requests_per_second)
+        self.paths = {*(route.path for route in ROUTES), METRICS_PATH, DOCUMENT_PATH}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, and count it."""
+        path, code = scope["path"], 500
+
+        async def counted(message: Message) -> None:
+            nonlocal code
+            if message["type"] == "http.response.start":
+                code = message["status"]
+            await send(message)
+
+        try:
+            identify: Callable[[Headers], Peer] = scope["state"]["identify"]
+            try:
+                peer = identify(Headers(scope=scope))
+            except RequestError:
+                address = (scope["client"] or ("",))[0]
+                self.rates.take(f"stranger {address}")
+                if path != "/healthz":
+                    raise
+                peer = Peer(name=f"tcp {address}", sees="host")
+            else:
+                if not peer.unlimited:
+                    self.rates.take(peer.name)
+            scope["state"]["peer"] = peer
+            await self.app(scope, receive, counted)
+        except RequestError as refusal:
+            await refusal_response(refusal)(scope, receive, counted)
+        finally:
+            self.agent.asked(scope["state"].get("route", path if path in self.paths else "other"), code)
+
+
+def build_app(agent: Answers) -> ASGIApp:
+    """The application that answers for an agent.
+
+    A server has to put `identify` into the state of each connection: headers -> Peer.
+    """
+
+    def endpoint(route: Route) -> Callable[[Request], Awaitable[Response]]:
+        async def respond(request: Request) -> Response:
+            asked = Asked(agent, request)
+            request.state.route = route.path
+            if route.acts:
+                agent.acts(asked.peer.name, asked.peer.pid, route.path, allowed=asked.peer.acts)
+            if route.acts and not asked.peer.acts:
+                raise RequestError(
+                    403,
+                    "this is for root, the group of the agent, and tokens that may do all",
+                    slug="not-allowed",
+                    hint="`access.group`, or `may` of a token in agent.toml",
+                )
+            answer = route.answers(asked)
+            if isawaitable(answer):
+                answer = await answer
+            if isinstance(answer, Response):
+                return answer
+            return Response(msgspec.json.encode(answer), media_type="application/json")
+
+        return respond
+
+    async def metrics(request: Request) -> Response:
+        view = View(agent.board.copy(), request.state.peer)
+        text, kind = await asyncio.to_thread(render, view, agent.config, request.headers.get("accept", ""))
+        return Response(text, headers={"Content-Type": kind})
+
+    described = msgspec.json.encode(document(ROUTES))
+
+    async def openapi(_request: Request) -> Response:
+        return Response(described, media_type="application/json")
+
+    app = Starlette(
+        routes=[
+            Endpoint(METRICS_PATH, metrics),
+            Endpoint(DOCUMENT_PATH, openapi),
+            *(Endpoint(route.path, endpoint(route), methods=[route.method]) for route in ROUTES),
+        ],
+        exception_handlers=refusals([METRICS_PATH, DOCUMENT_PATH, *(route.path for route in ROUTES)], "the agent"),
+    )
+    return Guarded(app, agent)

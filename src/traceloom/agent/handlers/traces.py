@@ -1,0 +1,66 @@
+"""HTTP: trace requests and their progress, stacks, steps, hangs, triggers, learned traces."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import msgspec
+
+from traceloom.agent.api import FiredAnswer, HangAnswer, HangsAnswer, RefusedAnswer, TriggerAnswer, TriggersAnswer
+from traceloom.agent.config import TriggerBudget
+from traceloom.agent.hangs.service import HangDesk, HangRecord
+from traceloom.agent.triggers.adapter import Triggers, on
+from traceloom.agent.triggers.store import Fired, Refused
+from traceloom.server.access import Peer
+
+
+def hangs_answer(desk: HangDesk, job: str, peer: Peer, jobs: Collection[str]) -> HangsAnswer:
+    """The hangs that the one who asks may see, of one job or ("") of all; and which of their jobs are watched."""
+
+    def shown(record: HangRecord) -> HangAnswer:
+        # As of stacks: a token that only reads does not see where programs of others are.
+        full = peer.acts or peer.uid == record.hang.uid
+        return HangAnswer(
+            id=record.id, job=record.hang.job, uid=record.hang.uid, state=record.state,
+            since_ns=record.hang.since_ns, seen_ns=record.hang.seen_ns, over_ns=record.over_ns,
+            median_step_seconds=record.hang.median_s, pids=[member.pid for member in record.hang.processes],
+            sentence=record.sentence if full else "", ranks=record.ranks, directory=record.directory if full else "",
+            files=record.files if full else (), no_bundle=record.no_bundle,
+        )  # fmt: skip
+
+    return HangsAnswer(
+        watched=sorted({key.job for key in desk.watch.stepping if key.job in jobs}),
+        hangs=[
+            shown(record)
+            for record in desk.records
+            if (peer.sees == "all" or (peer.sees == "own" and peer.uid == record.hang.uid))
+            and job in ("", record.hang.job)
+        ],
+    )
+
+
+def triggers_answer(triggers: Triggers, budget: TriggerBudget, peer: Peer) -> TriggersAnswer:
+    """All rules; those parts of them that the one who asks may see."""
+
+    def own(last: Fired | Refused | None) -> dict[str, Any] | None:
+        if last is None or not (peer.sees == "all" or (peer.sees == "own" and last.uid == peer.uid)):
+            return None
+        return {name: value for name, value in msgspec.structs.asdict(last).items() if name != "uid"}
+
+    troubles, rules = triggers.trouble(), []
+    for name, rule in triggers.rules.items():
+        counts = triggers.counts[name]
+        last, refusal = own(counts.last), own(counts.last_refusal)
+        rules.append(
+            TriggerAnswer(
+                name=name, on=on(rule), target=rule.target, cooldown_seconds=rule.cooldown, fired=counts.fired,
+                refusals=dict(counts.refusals), traced_seconds=counts.traced_seconds, kept_bytes=counts.kept_bytes,
+                last=FiredAnswer(**last) if last else None, last_refusal=RefusedAnswer(**refusal) if refusal else None,
+                trouble=troubles.get(name, ""), rule=rule if peer.sees == "all" else None,
+            )
+        )  # fmt: skip
+    return TriggersAnswer(
+        rules=rules, share=budget.share, bytes_per_day=int(budget.mb_per_day * 1e6),
+        bytes_left=max(triggers.ledger.bytes_left(triggers.now_ns), 0), trouble=triggers.store.trouble,
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Jobs that make no steps any more."""

@@ -1,0 +1,430 @@
+"""What is kept of a job that hangs, and a sentence that names the rank which the others wait for.
+
+There are independent witnesses: the states of processes (a rank that has ended or is stopped), their stacks, and
+PyTorch's flight recorder of collectives where a process lets it be read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+import textwrap
+import time
+from array import array
+from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import groupby
+from operator import attrgetter
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from traceloom import __version__
+from traceloom.agent import worker
+from traceloom.agent.collectors.collector import read
+from traceloom.agent.hangs.detector import Hang
+from traceloom.agent.hangs.flight_recorder import FlightDump, FlightFindings, FlightVerdict, NoFlightDumpError, fetch
+from traceloom.agent.hangs.stacks import GroupedStacks, feed, grouped, main_processes, numbers
+from traceloom.agent.metrics import Series
+from traceloom.agent.ownership.environment import DUMP_PIPE, WORKER_SERVER
+from traceloom.agent.ownership.model import Process
+from traceloom.agent.profilers import telemetry
+from traceloom.agent.profilers.py_spy import StackDump, new_file
+from traceloom.errors import TraceloomError
+from traceloom.system import units
+from traceloom.system.sanitize import sanitize
+
+VERSION = 1
+LOG = logging.getLogger("traceloom.agent")
+_MOST_RECORDS = 64  # flight records of a bundle
+_MOST_ASKED = 256 << 20  # bytes of those that are only judged
+_JUDGING_S = 120.0
+
+
+class Witness(msgspec.Struct, frozen=True, kw_only=True):
+    """What one source says, and the ranks that the others wait for by it; none where it does not say."""
+
+    source: Literal["states", "stacks", "flight recorder"]
+    sentence: str
+    ranks: tuple[int, ...] = ()
+
+
+class HungDevice(msgspec.Struct, frozen=True, kw_only=True):
+    """A device of the job: what was measured of it last, metric (and its other labels) -> value."""
+
+    uuid: str
+    index: str
+    model: str
+    stale: str = ""
+    values: dict[str, float] = {}
+
+
+class HangEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """What happened to a device of the job: xid, ecc, throttle, lost, back."""
+
+    at_ns: int
+    device: str
+    kind: str
+    text: str
+    code: int | None = None
+
+
+class HangMember(msgspec.Struct, frozen=True, kw_only=True):
+    """A process of the job. `steps`: that it has made, where known; `flight`: how its record was had, or why not."""
+
+    pid: int
+    rank: int | None
+    state: str
+    command: str
+    steps: int | None = None
+    flight: str = ""
+
+
+class HangScene(msgspec.Struct, frozen=True, kw_only=True):
+    """What the agent knew when it saw the hang. `series`: of the last minutes, times in ns and values."""
+
+    host: str
+    processes: tuple[Process, ...]
+    devices: tuple[HungDevice, ...]
+    events: tuple[HangEvent, ...]
+    series: dict[Series, tuple[array[int], array[float]]]
+
+
+class HangReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of `hang.json`. `ranks`: whom the others wait for; `left_out`: file -> why it is not there."""
+
+    format: str = "traceloom-hang"
+    version: int = VERSION
+    traceloom: str = __version__
+    host: str
+    job: str
+    uid: int
+    name: str = ""
+    world_size: int | None = None
+    since_ns: int
+    seen_ns: int
+    median_step_seconds: float
+    sentence: str
+    ranks: tuple[int, ...]
+    witnesses: tuple[Witness, ...]
+    members: tuple[HangMember, ...]
+    devices: tuple[HungDevice, ...]
+    events: tuple[HangEvent, ...]
+    files: tuple[str, ...] = ()
+    left_out: dict[str, str] = {}
+
+
+class _Flights(msgspec.Struct, frozen=True, kw_only=True):
+    """How each record was had or why not, by pid, what they say, and the collectives that ranks wait in, by pid."""
+
+    notes: dict[int, str]
+    verdict: FlightVerdict | None = None
+    waits: dict[int, str] = {}
+
+
+class _BundleFolder:
+    """The files of a bundle, up to a number of bytes."""
+
+    def __init__(self, directory: Path, most: int) -> None:
+        self.directory, self.room = directory, most
+        self.files: list[str] = []
+        self.left_out: dict[str, str] = {}
+
+    def put(self, name: str, content: bytes) -> Path | None:
+        """A new file; None where there is no room for it."""
+        if len(content) > self.room:
+            self.left_out[name] = f"it has {units.size(len(content))}, and the bundle would be larger than `most_mb`"
+            return None
+        path = new_file(self.directory / name, content)
+        self.room -= len(content)
+        self.files.append(name)
+        return path
+
+
+class _Account(msgspec.Struct, frozen=True, kw_only=True):
+    """What was seen of the processes of a hang, and what follows from it."""
+
+    dumps: dict[int, StackDump]
+    stacks: GroupedStacks
+    flight_notes: dict[int, str]
+    sentence: str
+    ranks: tuple[int, ...]
+    witnesses: tuple[Witness, ...]
+
+
+async def known_waits(processes: Sequence[Process]) -> dict[int, str]:
+    """The collectives that ranks wait in by their flight records, pid -> collective; of those that can be asked."""
+    if not any(process.declared.get(name) for process in processes for name in (WORKER_SERVER, DUMP_PIPE)):
+        return {}
+    with tempfile.TemporaryDirectory(prefix="traceloom-flight-") as name:
+        flights = await _flights(processes, time.time_ns(), _BundleFolder(Path(name), _MOST_ASKED))
+    return flights.waits
+
+
+async def sentence_of(hang: Hang, processes: Sequence[Process]) -> tuple[str, tuple[int, ...]]:
+    """Who is where, and the ranks that the others wait for; nothing is kept."""
+    with tempfile.TemporaryDirectory(prefix="traceloom-flight-") as name:
+        account = await _account(hang, processes, _BundleFolder(Path(name), _MOST_ASKED))
+    return account.sentence, account.ranks
+
+
+async def write_bundle(hang: Hang, scene: HangScene, directory: Path, most_bytes: int) -> HangReport:
+    """Keep what all processes of the job do, and say whom they wait for.
+
+    Writes `hang.json`, `hang.md`, `stacks.json`, `rank<N>.dump.json` (or `pid<PID>.dump.json`), `flight_rank_<N>` (as
+    torch's own analyser wants it) or `flight_rank_<N>.json`, and `<host>.telemetry.json.gz`.
+
+    Args:
+        hang: What was seen.
+        scene: What else is known.
+        directory: A new or empty one.
+        most_bytes: Of all files together, about.
+
+    Raises:
+        ProfilerError: `cannot-write`.
+    """
+    folder = _BundleFolder(directory, most_bytes)
+    processes = scene.processes
+    account = await _account(hang, processes, folder)
+    owner = max((process.owner for process in processes), key=lambda owner: len(owner.sources))
+    steps = {member.pid: member.steps for member in hang.processes}
+    await asyncio.to_thread(_write_evidence, folder, scene, account)
+    report = HangReport(
+        host=scene.host, job=hang.job, uid=hang.uid, name=owner.name, world_size=owner.world_size,
+        since_ns=hang.since_ns, seen_ns=hang.seen_ns, median_step_seconds=hang.median_s, sentence=account.sentence,
+        ranks=account.ranks, witnesses=account.witnesses, devices=scene.devices, events=scene.events,
+        members=tuple(
+            HangMember(
+                pid=process.pid, rank=process.owner.rank, state=_state(process) or "ended", command=process.command,
+                steps=steps.get(process.pid), flight=account.flight_notes.get(process.pid, ""),
+            )
+            for process in processes
+        ),
+        files=(*folder.files, "hang.json", "hang.md"), left_out=folder.left_out,
+    )  # fmt: skip
+    document = msgspec.json.format(msgspec.json.encode(report), indent=2)
+    await asyncio.to_thread(new_file, directory / "hang.json", document)
+    await asyncio.to_thread(new_file, directory / "hang.md", page(report, account.stacks).encode())
+    return report
+
+
+async def _account(hang: Hang, processes: Sequence[Process], folder: _BundleFolder) -> _Account:
+    """Look at the processes, and judge; flight records are put into the folder."""
+    looked = await feed(processes)
+    flights = await _flights(processes, hang.since_ns, folder)
+    # Native calls last: a process stands still for them. One that is stopped would not answer.
+    native = await feed([process for process in processes if _state(process) not in ("T", "t")], native=True)
+    dumps = looked.dumps | native.dumps
+    reasons = {pid: reason for pid, reason in looked.reasons.items() if pid not in dumps}
+    now_ns = time.time_ns()
+    group = partial(
+        grouped,
+        processes,
+        dumps,
+        reasons,
+        {member.pid: member.steps for member in hang.processes},
+        ended={
+            gone.rank: f"its process {gone.pid} ended {units.duration(max(now_ns - gone.ended_ns, 0))} ago"
+            for gone in hang.gone
+            if gone.rank is not None
+        },
+    )
+    alone = await asyncio.to_thread(group)
+    stacks = await asyncio.to_thread(group, waits=flights.waits)
+    sentence, ranks, witnesses = _judged(hang, processes, alone, stacks, flights.verdict)
+    return _Account(
+        dumps=dumps, stacks=stacks, flight_notes=flights.notes, sentence=sentence, ranks=ranks, witnesses=witnesses
+    )
+
+
+def _state(process: Process) -> str:
+    """As the kernel says now; "" of one that has ended."""
+    try:
+        fields = read(f"/proc/{process.pid}/stat").rpartition(b")")[2].split()
+    except OSError:
+        return ""
+    return fields[0].decode() if int(fields[19]) == process.start_ticks else ""
+
+
+async def _flights(processes: Sequence[Process], since_ns: int, folder: _BundleFolder) -> _Flights:
+    """Ask every rank for its record, and a process of its own for what they say."""
+    dumps: dict[int, FlightDump] = {}
+    notes: dict[int, str] = {}
+    mains = main_processes(processes)
+    ranks = [process for process in processes if process.pid in mains and process.owner.rank is not None]
+
+    async def take(process: Process) -> None:
+        assert process.owner.rank is not None
+        try:
+            dumps[process.owner.rank] = await asyncio.to_thread(fetch, process, since_ns)
+            notes[process.pid] = dumps[process.owner.rank].how
+        except NoFlightDumpError as error:
+            notes[process.pid] = str(error)
+
+    await asyncio.gather(*(take(process) for process in ranks[:_MOST_RECORDS]))
+    paths: dict[str, str] = {}
+    for rank, each in sorted(dumps.items()):
+        name = f"flight_rank_{rank}" + (".json" if each.kind == "json" else "")
+        if path := await asyncio.to_thread(folder.put, name, each.data):
+            paths[str(rank)] = str(path)
+    if not paths:
+        return _Flights(notes=notes)
+    try:
+        task = partial(worker.run, "flight-records", timeout_s=_JUDGING_S, files=paths)
+        findings = msgspec.convert(await asyncio.to_thread(task), FlightFindings, strict=False)
+    except (TraceloomError, msgspec.ValidationError) as error:
+        LOG.warning("flight records of job %s were not understood: %s", processes[0].owner.job, error)
+        return _Flights(notes=notes)
+    pids = {str(process.owner.rank): process.pid for process in ranks}
+    notes |= {pids[rank]: f"its record is not understood: {why}" for rank, why in findings.bad.items()}
+    waits = findings.verdict.waits
+    of_pids = {process.pid: waits[process.owner.rank] for process in ranks if process.owner.rank in waits}
+    return _Flights(notes=notes, verdict=findings.verdict, waits=of_pids)
+
+
+def _judged(
+    hang: Hang,
+    processes: Sequence[Process],
+    alone: GroupedStacks,
+    stacks: GroupedStacks,
+    flight: FlightVerdict | None,
+) -> tuple[str, tuple[int, ...], tuple[Witness, ...]]:
+    """The sentence, whom the others wait for, and what each witness says.
+
+    Args:
+        hang: What was seen.
+        processes: Of the job.
+        alone: By their stacks alone.
+        stacks: By their stacks, and the waits that the flight recorder knows.
+        flight: What the flight recorder says.
+    """
+    mains = main_processes(processes)
+    stopped = sorted(
+        process.owner.rank
+        for process in processes
+        if process.pid in mains and process.owner.rank is not None and _state(process) in ("T", "t")
+    )
+    gone = sorted(gone.rank for gone in hang.gone if gone.rank is not None)
+    elsewhere = _elsewhere(stacks)
+    stop = (
+        [f"{_ranks(stopped)} {'is' if len(stopped) == 1 else 'are'} stopped by a signal or a debugger"]
+        if stopped
+        else []
+    )
+    states = [*stop, *([f"{_ranks(gone)} {'has' if len(gone) == 1 else 'have'} ended"] if gone else [])]
+    witnesses: list[Witness] = []
+    if states:
+        witnesses.append(Witness(source="states", sentence="; ".join(states), ranks=tuple(sorted({*stopped, *gone}))))
+    witnesses.append(Witness(source="stacks", sentence=alone.sentence, ranks=_elsewhere(alone)))
+    parts = [*stop, stacks.sentence]
+    if flight is not None:
+        witnesses.append(Witness(source="flight recorder", sentence=flight.sentence, ranks=flight.ranks))
+        if flight.kind != "nothing":
+            parts.append(f"by the flight recorder, {flight.sentence}")
+        if elsewhere and flight.ranks and set(elsewhere) != set(flight.ranks):
+            parts.append(
+                f"the two disagree: stacks name {_ranks(elsewhere)}, the flight recorder {_ranks(flight.ranks)}"
+            )
+    ranks = tuple(sorted({*stopped, *gone})) or (flight.ranks if flight else ()) or elsewhere
+    waiting = [group.waits_in for group in stacks.groups if group.role == "rank"]
+    if not ranks and waiting and all(waiting):
+        here = {process.owner.rank for process in processes if process.owner.rank is not None}
+        others = max((p.owner.world_size for p in processes if p.owner.world_size is not None), default=0) - len(here)
+        if others > 0:
+            parts.append(
+                f"all {len(here)} ranks of this host wait: who is elsewhere is among the {others} of other hosts"
+            )
+        elif len(here) > 1:
+            parts.append("all ranks wait, none is elsewhere")
+    since = max(hang.seen_ns - hang.since_ns, 0)
+    work = "its processes work, but " if hang.busy else ""
+    start = f"job {hang.job}: {work}no step for {units.duration(since)}, where one took "
+    return f"{start}{units.duration(int(hang.median_s * 1e9))}: {'; '.join(parts)}", ranks, tuple(witnesses)
+
+
+def _elsewhere(stacks: GroupedStacks) -> tuple[int, ...]:
+    return tuple(sorted({rank for group in stacks.groups if group.elsewhere for rank in group.ranks}))
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'' if len(ranks) == 1 else 's'} {numbers(ranks)}"
+
+
+def _write_evidence(folder: _BundleFolder, scene: HangScene, account: _Account) -> None:
+    """The stacks, and what was measured of late; blocks."""
+    document = {"format": "traceloom-stack-groups", "version": 1, "time_ns": time.time_ns()}
+    folder.put("stacks.json", msgspec.json.encode(document | msgspec.to_builtins(account.stacks)))
+    ranks: set[int] = set()
+    for process in scene.processes:
+        rank = process.owner.rank
+        if process.pid in account.dumps:
+            is_first = rank is not None and rank not in ranks  # what a rank starts has its number too
+            stem = f"rank{rank}" if is_first else f"pid{process.pid}"
+            ranks |= {rank} if rank is not None else set()
+            folder.put(f"{stem}.dump.json", msgspec.json.encode(account.dumps[process.pid]))
+    # Telemetry is as large as it is: what does not fit is taken away again.
+    stem = "".join(letter if letter.isalnum() or letter in "-." else "_" for letter in scene.host)[:80].lstrip(".")
+    path = telemetry.write(
+        folder.directory / f"{stem or 'host'}.telemetry.json.gz", scene.host, scene.series, cut=False
+    )
+    size = path.stat().st_size
+    if size > folder.room:
+        path.unlink()
+        folder.left_out[path.name] = f"it has {units.size(size)}, and the bundle would be larger than `most_mb`"
+        return
+    folder.room -= size
+    folder.files.append(path.name)
+
+
+def page(report: HangReport, stacks: GroupedStacks) -> str:
+    """The bundle as a page of Markdown. Names of strangers stand in blocks of code alone, where nothing is markup."""
+    states = {
+        "T": "stopped",
+        "t": "traced",
+        "D": "waits for a disk or device",
+        "S": "sleeps",
+        "R": "runs",
+        "Z": "ended",
+    }
+    members = [
+        f"{'-' if each.rank is None else each.rank:>5}  {each.pid:>8}  {states.get(each.state, each.state):<26}  "
+        f"{'-' if each.steps is None else each.steps:>8}  {each.flight or '-'}"
+        for each in report.members
+    ]
+    parts = [
+        "# A job hangs", _block(textwrap.wrap(report.sentence, 100)),
+        "## Witnesses",
+        _block(f"{each.source}: {each.sentence}" for each in report.witnesses),
+        "## Processes",
+        _block([f"{'rank':>5}  {'pid':>8}  {'state':<26}  {'steps':>8}  flight record", *members]),
+        "## Stacks", "From the outermost call to the innermost; ranks that are elsewhere than the others first.",
+    ]  # fmt: skip
+    for role, groups in groupby(stacks.groups, key=attrgetter("role")):
+        titles = {"rank": "Main threads", "worker": "Other processes of the job", "thread": "Other threads"}
+        parts.append(f"### {titles[role]}")
+        for group in groups:
+            who = _ranks(group.ranks) if group.ranks else f"process {numbers(group.pids)}"
+            first = " ".join(filter(None, (who, group.thread, "(elsewhere)" if group.elsewhere else "")))
+            calls = [
+                f"  {frame.function} ({frame.file}{f':{frame.line}' if frame.line else ''})" for frame in group.frames
+            ]
+            parts.append(_block([first, *calls]))
+    lines: list[str] = []
+    for device in report.devices:
+        lines.append(f"{device.index}  {device.uuid}  {device.model}  {device.stale}".rstrip())
+        lines += (f"  {name} = {value:.6g}" for name, value in sorted(device.values.items()))
+        for event in report.events:
+            if event.device == device.uuid:
+                ago = units.duration(max(report.seen_ns - event.at_ns, 0))
+                code = "" if event.code is None else f" {event.code}"
+                lines.append(f"  {ago} before: {event.kind}{code} {event.text}")
+    if lines:
+        parts += ["## Devices", _block(lines)]
+    parts += ["## Files", _block((*report.files, *(f"{name}: {why}" for name, why in report.left_out.items())))]
+    return "\n\n".join(parts) + "\n"
+
+
+def _block(lines: Iterable[str]) -> str:
+    return "\n".join(["```text", *(sanitize(line).replace("```", "'''") for line in lines), "```"])

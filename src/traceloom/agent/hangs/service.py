@@ -1,0 +1,372 @@
+"""Sees that a job hangs, keeps a bundle of it, notes when it goes on; what it knows survives a restart of the agent."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import shutil
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from traceloom.agent.collectors.collector import read
+from traceloom.agent.collectors.processes import TICKS_PER_S
+from traceloom.agent.config import Config
+from traceloom.agent.hangs.bundle import HangEvent, HangScene, HungDevice, sentence_of, write_bundle
+from traceloom.agent.hangs.detector import Hang, HangWatch, JobKey
+from traceloom.agent.hangs.stacks import feed, main_processes, waits_in
+from traceloom.agent.history import History
+from traceloom.agent.kineto.server import is_alive
+from traceloom.agent.metrics import METRICS, Reading, Series
+from traceloom.agent.ownership.model import Process
+from traceloom.agent.profilers.telemetry import allowed_labels, is_wanted
+from traceloom.agent.snapshot import Board
+from traceloom.agent.steps import Pace, Steps
+from traceloom.agent.traces.files import Places
+from traceloom.errors import TraceloomError, other_version
+
+LOG = logging.getLogger("traceloom.agent")
+VERSION = 1
+_MOST_RECORDS = 200
+_MOST_JOBS = 1024  # whose hangs are counted
+_SAVED_S = 10.0  # between two times that paces are written down
+_BEFORE_S = 300.0  # telemetry that a bundle has of the time before the last step
+_LOOKS, _BETWEEN_S = 4, 0.5  # to see whether a process works
+_WORKS = 0.3  # of a processor
+_MOST_LOOKED_AT = 64
+
+State = Literal["hangs", "recovered", "ended", "unknown"]
+
+
+class HangRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A hang, and what became of it.
+
+    `ranks`: whom the others wait for. `directory`: the bundle, "" where there is none, and `no_bundle` why. State
+    `unknown`: the host was started again, or the agent did not run when it ended. `over_ns`: when that was seen.
+    """
+
+    id: str
+    hang: Hang
+    state: State = "hangs"
+    over_ns: int | None = None
+    sentence: str = ""
+    ranks: tuple[int, ...] = ()
+    directory: str = ""
+    files: tuple[str, ...] = ()
+    no_bundle: str = ""
+
+
+class _Kept(msgspec.Struct, kw_only=True):
+    """The file: of this start of the host, the paces of processes; and all hangs."""
+
+    format: str = "traceloom-hangs"
+    version: int = VERSION
+    boot_id: str
+    paces: dict[str, Pace]
+    records: list[HangRecord]
+
+
+class HangDesk:
+    """Lives in the agent's loop.
+
+    Args:
+        config: The agent's.
+        board: What is known now.
+        history: What was.
+        steps: Of all processes.
+        places: Where bundles lie.
+        path: The file that survives a restart.
+        boot_id: Of the host.
+        note: Called with what is to stand in the audit log: what was done, and details.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        board: Board,
+        history: History,
+        steps: Steps,
+        *,
+        places: Places,
+        path: Path,
+        boot_id: str,
+        note: Callable[[str, dict[str, object]], None],
+    ) -> None:
+        self.config, self.board, self.history, self.steps = config, board, history, steps
+        self.places, self.path, self.boot_id, self.note = places, path, boot_id, note
+        self.watch = HangWatch(config.hangs, lambda key: is_alive(config.collect.proc, *map(int, key.split("@"))))
+        self.records: list[HangRecord] = []  # oldest first
+        self.listeners: list[Callable[[HangRecord], None]] = []  # hear of a hang once it is sure, and when it is over
+        self.trouble = ""  # why what is known is not on disk
+        self._open: dict[JobKey, str] = {}  # job that hangs -> id
+        self._counts: Counter[str] = Counter()
+        self._resumed: dict[str, Pace] = {}  # of processes that are not seen yet
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._saving: asyncio.Future[None] | None = None
+        self._saved, self._written = 0.0, b""
+
+    async def start(self) -> None:
+        """Read what the agent before this one knew."""
+        try:
+            kept = msgspec.json.decode(await asyncio.to_thread(self.path.read_bytes), type=_Kept)
+        except FileNotFoundError:
+            return
+        except (OSError, msgspec.DecodeError) as error:
+            LOG.warning("what was known of hangs cannot be read, and is learnt anew: %s", error)
+            return
+        if kept.version != VERSION:
+            LOG.warning("%s", other_version("file of hangs", kept.version, VERSION, self.path))
+            return
+        same_boot = kept.boot_id == self.boot_id
+        self._resumed = kept.paces if same_boot else {}
+        for record in kept.records[-_MOST_RECORDS:]:
+            if record.state == "hangs" and same_boot:
+                self.watch.resume(record.hang)
+                self._open[record.hang.key] = record.id
+            changes: dict[str, object] = {}
+            if record.state == "hangs" and not same_boot:
+                changes["state"] = "unknown"
+            if not record.sentence and not record.no_bundle:
+                changes["no_bundle"] = "the agent ended while it looked"
+            self.records.append(msgspec.structs.replace(record, **changes))
+
+    async def close(self) -> None:
+        """End what is under way; a bundle that is not whole stays as it is."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self.config.hangs.watch:
+            await asyncio.to_thread(self._write, self._document())
+
+    def look(self) -> None:
+        """Look at all jobs; called about once a second."""
+        if not self.config.hangs.watch or not self.board.processes:
+            return
+        for key in [key for key in self._resumed if key in self.board.processes]:
+            self.steps.resume(key, self._resumed.pop(key))
+        sheet = self.board.sheets.get("processes")
+        disk: dict[str, float] = {}
+        for (metric, labels), value in (sheet.values if sheet else {}).items():
+            if metric == "process_disk_bytes_total":
+                disk[labels[0]] = disk.get(labels[0], 0.0) + value
+        now, now_ns = time.monotonic(), time.time_ns()
+        new = self.watch.look(now, now_ns, self.board.processes.values(), self.steps, disk)
+        for hang, recovered in self.watch.over:
+            if (number := self._open.pop(hang.key, None)) is not None:
+                state: State = "recovered" if recovered else "ended"
+                record = self._replace(number, state=state, over_ns=now_ns)
+                LOG.warning("job %s %s", hang.job, "goes on" if recovered else "has ended")
+                self.note("hang-over", {"hang": number, "job": hang.job, "of": hang.uid, "state": state})
+                for listener in list(self.listeners):
+                    listener(record)
+        for hang in new:
+            task = asyncio.create_task(self._take(hang), name=f"hang of {hang.job}")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        if now - self._saved >= _SAVED_S and (self._saving is None or self._saving.done()):
+            self._saved = now
+            self._saving = asyncio.get_running_loop().run_in_executor(None, self._write, self._document())
+
+    def hung_since_ns(self, process: str) -> int | None:
+        """Since when a process makes no steps, by its key, if it is part of a hang that is sure."""
+        for hang in self.watch.hangs.values():
+            if hang.key in self._open and any(member.key == process for member in hang.processes):
+                return hang.since_ns
+        return None
+
+    def readings(self) -> list[Reading]:
+        """Which jobs hang, and how many times each did."""
+        names = {key.job for key in (*self.watch.stepping, *self._open)}
+        hung = {key.job for key in self._open}
+        readings = [Reading("job_hung", (job,), float(job in hung)) for job in sorted(names)]
+        # Also where none was: of a counter that begins at 1, Prometheus does not see the first.
+        readings += (
+            Reading("job_hangs_total", (job,), float(self._counts[job])) for job in sorted(names | {*self._counts})
+        )
+        return readings
+
+    async def _take(self, hang: Hang) -> None:
+        """Make sure of a hang, and keep it."""
+        try:
+            if not hang.busy and await self._works(hang):
+                LOG.info("job %s makes no steps, but works", hang.job)
+                self.watch.works(hang, time.monotonic() + self.config.hangs.least)
+                return
+            if self.watch.hangs.get(hang.key) is not hang:
+                return  # it went on meanwhile
+            number = f"{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}-{secrets.token_hex(4)}"
+            before = next((old for old in reversed(self.records) if old.hang.key == hang.key and old.directory), None)
+            ago_s = (hang.seen_ns - before.hang.seen_ns) / 1e9 if before is not None else -1.0
+            why = "" if self.config.hangs.bundles else "bundles are switched off"
+            if before is not None and 0 <= ago_s < self.config.hangs.every:
+                why = why or f"one of this job was made {ago_s / 60:.0f} min ago: {before.id}"
+            record = HangRecord(id=number, hang=hang, no_bundle=why)
+            self.records.append(record)
+            del self.records[:-_MOST_RECORDS]
+            self._open[hang.key] = number
+            self._counts[hang.job] += 1
+            if len(self._counts) > _MOST_JOBS:
+                del self._counts[next(iter(self._counts))]
+            await self._describe(record)
+        except Exception:
+            LOG.exception("the hang of job %s could not be kept", hang.job)
+
+    async def _describe(self, record: HangRecord) -> None:
+        hang, number = record.hang, record.id
+        processes = [p for p in self.board.processes.values() if (p.owner.job, p.uid) == hang.key]
+        if not processes:
+            return
+        try:
+            if record.no_bundle:
+                sentence, ranks = await sentence_of(hang, processes)
+                record = self._replace(number, sentence=sentence, ranks=ranks)
+            else:
+                scene = await self._scene(hang, processes)
+                directory = await asyncio.to_thread(self.places.prepare_hang, hang.uid, number)
+                report = await write_bundle(hang, scene, directory, int(self.config.hangs.most_mb * 1e6))
+                await asyncio.to_thread(self.places.hand_over, hang.uid, directory)
+                record = self._replace(
+                    number, sentence=report.sentence, ranks=report.ranks, directory=str(directory), files=report.files
+                )
+                await asyncio.to_thread(self._tidy, hang.uid)
+        except TraceloomError as error:
+            record = self._replace(number, no_bundle=str(error))
+        LOG.warning("%s", record.sentence or f"job {hang.job} hangs; {record.no_bundle}")
+        self.note(
+            "hang",
+            {
+                "hang": number, "job": hang.job, "of": hang.uid, "pids": [each.pid for each in hang.processes],
+                "sentence": record.sentence, "directory": record.directory, "no_bundle": record.no_bundle,
+            },
+        )  # fmt: skip
+        for listener in list(self.listeners):
+            listener(record)
+
+    def _replace(self, number: str, **changes: object) -> HangRecord:
+        """Change a record, which may be over by now."""
+        at = next(at for at, record in enumerate(self.records) if record.id == number)
+        self.records[at] = msgspec.structs.replace(self.records[at], **changes)
+        return self.records[at]
+
+    async def _works(self, hang: Hang) -> bool:
+        """Whether a rank that does not wait works: it uses or wants a processor, and is at another place each time.
+
+        A loop that spins in one function stays where it is, whichever of its lines it is at.
+        """
+        processes = [p for p in self.board.processes.values() if (p.owner.job, p.uid) == hang.key]
+        mains = main_processes(processes)
+        members = {member.pid for member in hang.processes}
+        ranks = [p for p in processes if p.pid in mains or p.pid in members][:_MOST_LOOKED_AT]
+        used = {process.pid: _processor_s(process) for process in ranks}
+        begun = time.monotonic()
+        chains: dict[int, set[tuple[object, ...]]] = {process.pid: set() for process in ranks}
+        waiting: set[int] = set()
+        for at in range(_LOOKS):
+            if at:
+                await asyncio.sleep(_BETWEEN_S)
+            for pid, dump in (await feed(ranks)).dumps.items():
+                stacks = (each.frames for each in dump.threads if dump.pid == each.id or each.name == "MainThread")
+                frames = next(stacks, ())
+                chains[pid].add((*frames[:-1], *(frame[:2] for frame in frames[-1:])))
+                if waits_in(frames):
+                    waiting.add(pid)
+        elapsed = time.monotonic() - begun
+        return any(
+            len(chains[process.pid]) > 1
+            and process.pid not in waiting
+            and _processor_s(process) - used[process.pid] >= _WORKS * elapsed
+            for process in ranks
+        )
+
+    async def _scene(self, hang: Hang, processes: Sequence[Process]) -> HangScene:
+        """What the board and the history have about the job."""
+        held = {uuid for process in processes for uuid in (*process.devices, *process.owner.devices)}
+        values: dict[str, dict[str, float]] = {uuid: {} for uuid in held}
+        for (name, labels), value, _ in self.board.values():
+            of = dict(zip(METRICS[name].labels, labels, strict=True))
+            device = of.pop("device", "")
+            if device in held and METRICS[name].kind != "info" and "process" not in of:
+                more = ",".join(f"{label}={text}" for label, text in of.items() if text)
+                values[device][f"{METRICS[name].full_name}{{{more}}}" if more else METRICS[name].full_name] = value
+        allowed = allowed_labels(self.board, processes[0])
+        since_ns = hang.since_ns - int(_BEFORE_S * 1e9)
+        series: dict[Series, tuple[array[int], array[float]]] = {}
+        for name in {name for (name, _), _, _ in self.board.values()}:
+            series |= {
+                (name, points.labels): (points.times_ns, points.values)
+                for points in self.history.recent(name, since_ns, time.time_ns())
+                if is_wanted((name, points.labels), allowed)
+            }
+            await asyncio.sleep(0)  # each looks through minutes; polls are answered between
+        devices = self.board.devices
+        return HangScene(
+            host=self.config.host_name, processes=tuple(processes), series=series,
+            devices=tuple(
+                HungDevice(
+                    uuid=uuid, index=devices[uuid].index, model=devices[uuid].model, stale=devices[uuid].stale,
+                    values=values[uuid],
+                )
+                for uuid in sorted(held & devices.keys(), key=lambda uuid: (devices[uuid].index, uuid))
+            ),
+            events=tuple(
+                HangEvent(at_ns=event.at_ns, device=event.device, kind=event.kind, text=event.text, code=event.code)
+                for event in self.board.events
+                if event.device in held
+            ),
+        )  # fmt: skip
+
+    def _tidy(self, uid: int) -> None:
+        """Only the newest bundles of a user stay."""
+        parent = self.places.hangs(uid)
+        whole = sorted((path for path in parent.iterdir() if path.is_dir() and not path.is_symlink()), reverse=True)
+        for path in whole[self.config.hangs.most_bundles_per_user :]:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _document(self) -> bytes:
+        paces = {key: pace for key in self.board.processes if (pace := self.steps.pace(key)) is not None}
+        kept = _Kept(boot_id=self.boot_id, paces=self._resumed | paces, records=self.records)
+        return msgspec.json.encode(kept)
+
+    def _write(self, document: bytes) -> None:
+        """Replace the file; blocks."""
+        if document == self._written:
+            return
+        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            with os.fdopen(handle, "wb") as file:
+                file.write(document)
+            temporary.replace(self.path)
+        except OSError as error:
+            self.trouble = f"{self.path}: {(error.strerror or str(error)).lower()}"
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            return
+        self.trouble, self._written = "", document
+
+
+def _processor_s(process: Process) -> float:
+    """Time for which the main thread of a process has used a processor or waited for one, seconds; 0 if it ended.
+
+    On a host that is overloaded, what works waits for most of its time. Where the kernel does not count that: the time
+    that the process has used.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        used_ns, waited_ns, _ = read(f"/proc/{process.pid}/schedstat").split()
+        if total_ns := int(used_ns) + int(waited_ns):
+            return total_ns / 1e9
+    with contextlib.suppress(OSError):
+        fields = read(f"/proc/{process.pid}/stat").rpartition(b")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+    return 0.0

@@ -1,0 +1,1 @@
+"""Libkineto's daemon protocol."""

@@ -1,0 +1,473 @@
+"""The sockets per user, and the registered profiler clients.
+
+Whoever can send to a client is obeyed by it. So the directory of a user is that user's alone (mode 0700), and nothing
+is ever sent to a name outside of it. A path must be the same, letter by letter, on both sides: libkineto ends its
+process where the sender's name is another one than it expects.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import re
+import socket
+import stat
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from traceloom.agent.kineto.protocol import (
+    MOST_BYTES,
+    Hello,
+    MalformedDatagramError,
+    Poll,
+    configuration_reply,
+    decode,
+    instances_reply,
+)
+from traceloom.errors import OutputError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+MOST_CLIENTS = 8192
+USUAL_INTERVAL_S = 5.0  # between polls, where the process has not been told otherwise
+_MOST_ANCESTORS = 10
+_SILENT_S = 900.0  # a stopped process polls again when it goes on; it is forgotten when it has ended
+
+
+class ProfilerClient(msgspec.Struct, kw_only=True):
+    """A process that polls. Its identity is (boot, pid, start time); `key` is `PID@START` as of processes.
+
+    `pid`, `uid` and `ancestors` are what the kernel says, whatever the process says of itself.
+    """
+
+    key: str
+    pid: int
+    uid: int
+    gid: int
+    start_ticks: int
+    ancestors: tuple[int, ...] = ()
+    address: str | bytes = ""
+    busy: bool = False
+    polls: int = 0
+    first_ns: int = 0
+    polled: float = 0.0  # on the monotonic clock
+    interval_s: float = USUAL_INTERVAL_S
+
+
+class Offer(msgspec.Struct, kw_only=True):
+    """A configuration that waits for the next poll of an idle process.
+
+    `text` gives it when that comes, "" to wait for another poll; `delivered` is called once it has been handed over.
+    """
+
+    text: Callable[[ProfilerClient], str]
+    delivered: Callable[[], None]
+
+
+class ProfilerRegistry:
+    """Answers polls from memory. Used from the loop's thread alone.
+
+    Args:
+        proc: Where the kernel's `/proc` is.
+    """
+
+    def __init__(self, proc: str = "/proc") -> None:
+        self.proc = proc
+        self.clients: dict[str, ProfilerClient] = {}
+        self.offers: dict[str, Offer] = {}  # of clients, by key
+        self.listeners: list[Callable[[ProfilerClient], None]] = []  # called after each poll
+        self._keys: dict[int, str] = {}
+
+    def poll(self, poll: Poll, pid: int, uid: int, gid: int, address: str | bytes = "") -> ProfilerClient | None:
+        """Note a poll of a process; None where it has ended meanwhile, or there are too many.
+
+        Two processes never have the same `address`: where it is that of the last poll of this pid, so is the process.
+        """
+        client = self.by_pid(pid)
+        if client is None or not address or client.address != address:
+            client = self._identified(pid, uid, gid)
+            if client is None:
+                return None
+        now = time.monotonic()
+        if client.polls:
+            client.interval_s = min(max(now - client.polled, 0.1), 60.0)
+        client.uid, client.gid, client.address = uid, gid, address  # it may have given up its rights since
+        client.busy = poll.busy
+        client.polls += 1
+        client.polled = now
+        return client
+
+    def _identified(self, pid: int, uid: int, gid: int) -> ProfilerClient | None:
+        """The client that a process is, a new one where it has not polled before."""
+        try:
+            parent, ticks = parent_and_start(self.proc, pid)
+        except (OSError, ValueError, IndexError):
+            return None
+        key = f"{pid}@{ticks}"
+        client = self.clients.get(key)
+        if client is None:
+            if len(self.clients) >= MOST_CLIENTS:
+                self.forget()
+                if len(self.clients) >= MOST_CLIENTS:
+                    return None
+            self.clients.pop(self._keys.get(pid, ""), None)  # an earlier process of this pid
+            client = self.clients[key] = ProfilerClient(
+                key=key, pid=pid, uid=uid, gid=gid, start_ticks=ticks, first_ns=time.time_ns(),
+                ancestors=tuple(ancestors(self.proc, parent)),
+            )  # fmt: skip
+            self._keys[pid] = key
+        return client
+
+    def answer(self, client: ProfilerClient) -> tuple[bytes, Callable[[], None] | None]:
+        """The datagram that answers the poll of a client, and what to call once it is sent."""
+        offer = self.offers.get(client.key)
+        text = "" if offer is None or client.busy else offer.text(client)
+        if offer is None or not text:
+            return configuration_reply(""), None
+        return configuration_reply(text), lambda: self._delivered(client.key, offer)
+
+    def answered(self, client: ProfilerClient) -> None:
+        """Let those hear of a poll who wait for it."""
+        for listener in list(self.listeners):
+            listener(client)
+
+    def by_pid(self, pid: int) -> ProfilerClient | None:
+        """The client that has this pid now."""
+        return self.clients.get(self._keys.get(pid, ""))
+
+    def forget(self) -> None:
+        """Drop clients that have ended."""
+        now = time.monotonic()
+        for key, client in list(self.clients.items()):
+            if now - client.polled < USUAL_INTERVAL_S:
+                continue
+            alive = False
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                alive = parent_and_start(self.proc, client.pid)[1] == client.start_ticks
+            if not alive or now - client.polled > _SILENT_S:
+                del self.clients[key]
+                self.offers.pop(key, None)
+                if self._keys.get(client.pid) == key:
+                    del self._keys[client.pid]
+
+    def _delivered(self, key: str, offer: Offer) -> None:
+        if self.offers.get(key) is offer:
+            del self.offers[key]
+        offer.delivered()
+
+
+def parent_and_start(proc: str, pid: int) -> tuple[int, int]:
+    """Parent and start time (in ticks since boot) of a process.
+
+    Raises:
+        OSError: There is none.
+    """
+    descriptor = os.open(f"{proc}/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fields = os.read(descriptor, 4096).rpartition(b")")[2].split()
+    finally:
+        os.close(descriptor)
+    return int(fields[1]), int(fields[19])
+
+
+def ancestors(proc: str, parent: int) -> Iterator[int]:
+    """The parent of a process, its parent, and so on; without the first process of the host."""
+    for _ in range(_MOST_ANCESTORS):
+        if parent <= 1:
+            return
+        yield parent
+        try:
+            parent, _ticks = parent_and_start(proc, parent)
+        except (OSError, ValueError, IndexError):
+            return
+
+
+def is_alive(proc: str, pid: int, start_ticks: int) -> bool:
+    """Whether this very process still runs: pids are given again."""
+    return bool(process_state(pid, start_ticks, proc))
+
+
+def process_state(pid: int, start_ticks: int, proc: str = "/proc") -> str:
+    """The state of this very process, as R, S, D, T or t; "" where it has ended."""
+    try:
+        fields = Path(proc, str(pid), "stat").read_bytes().rpartition(b")")[2].split()
+        state, ticks = fields[0].decode("ascii"), int(fields[19])
+    except (OSError, ValueError, IndexError):
+        return ""
+    return state if ticks == start_ticks and state not in ("Z", "X") else ""
+
+
+LOG = logging.getLogger("traceloom.agent")
+NAME = "dynolog"
+ABSTRACT = f"\0{NAME}\0".encode()  # the last NUL belongs to the name
+SETTINGS = "libkineto.conf"
+_CLIENT = re.compile(r"dynoconfigclient[0-9a-f-]{1,64}")
+_LONGEST_CLIENT = len("dynoconfigclient") + 36
+_LONGEST_PATH = 107  # of a unix socket
+_CREDENTIALS = struct.Struct("3i")
+_SNDBUFFORCE = 32  # of Linux: beyond what anybody may have, for who administers the network
+_UNREAD_BYTES = 8 << 20  # of answers: whoever is stopped, or slow to read, takes some of it from all others
+_MOST_SWEPT = 4096  # names of a directory that are looked at
+_TOGETHER_S = 0.02  # what comes meanwhile is answered at one wake-up; a client waits for 90 ms
+_MANY = 5  # at one wake-up: half of what the kernel keeps; where so many come, nothing waits for more
+
+
+class UserSocket:
+    """Our socket in the directory of a user, or the abstract one. `directory` is None for that."""
+
+    def __init__(self, listener: socket.socket, uid: int | None, directory: Path | None) -> None:
+        self.listener, self.uid, self.directory = listener, uid, directory
+        self.handle = None if directory is None else os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        self.pause: asyncio.TimerHandle | None = None  # until it is listened to again
+
+    def close(self) -> None:
+        """Let go of it, and remove its name."""
+        if self.pause is not None:
+            self.pause.cancel()
+        self.listener.close()
+        if self.handle is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(NAME, dir_fd=self.handle)
+            os.close(self.handle)
+
+
+class KinetoSockets:
+    """Takes polls and answers them at once, in the agent's loop; a client that does not read loses its answer.
+
+    Args:
+        root: The directory with those of the users.
+        registry: Knows the answers.
+        abstract: Also the abstract name, which clients without KINETO_IPC_SOCKET_DIR use: any user of the host can
+            then speak to their clients.
+        interval_s: Between polls of processes that `agent env` prepares.
+        bound: Called with each socket's path once it is there.
+    """
+
+    def __init__(
+        self, root: Path, registry: ProfilerRegistry, *, abstract: bool = False, interval_s: int = 1,
+        bound: Callable[[Path], None] = lambda _: None,
+    ) -> None:  # fmt: skip
+        self.root, self.registry, self.abstract, self.interval_s = root, registry, abstract, interval_s
+        self.malformed = 0  # datagrams that nobody's libkineto sends
+        self.strangers = 0  # datagrams and addresses that do not belong to the directory's user
+        self.dropped = 0  # answers that a client did not take
+        self.trouble = ""  # why there are no sockets
+        self._bound = bound
+        self._sockets: dict[int | None, UserSocket] = {}  # by user; None is the abstract one
+        self._hellos = 0
+        self._lock: int | None = None
+
+    def start(self) -> None:
+        """Make the directory, and the sockets of the own user and of all whom an earlier agent listened to.
+
+        What goes wrong stands in `trouble`: the agent goes on.
+        """
+        try:
+            self.root.mkdir(mode=0o755, parents=True, exist_ok=True)
+            status = self.root.lstat()
+            if status.st_uid != os.geteuid() or not stat.S_ISDIR(status.st_mode) or status.st_mode & 0o022:
+                self.trouble = f"{self.root} can be written by others, so no socket is put there"
+            else:
+                self._lock = os.open(self.root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+                try:  # the kernel drops the lock of an agent that has ended
+                    fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    self.trouble = f"another agent has the sockets in {self.root}; `paths.kineto` names another place"
+            if self.abstract and not self.trouble:
+                self._listen(None, None)
+            if not self.trouble:
+                before = {int(path.name) for path in self.root.iterdir() if path.name.isdigit()}  # jobs poll there
+                for uid in sorted({os.geteuid(), *(before if os.geteuid() == 0 else ())}):
+                    self.prepare(uid)
+        except (OSError, OutputError) as error:
+            self.trouble = str(error)
+        if self.trouble:
+            LOG.warning("no traces on demand: %s", self.trouble)
+
+    def prepare(self, uid: int) -> Path:
+        """The directory of a user, with a socket of ours in it; made where it is not yet.
+
+        Raises:
+            OutputError: `socket-unusable`: it cannot be made.
+        """
+        directory = self.root / str(uid)
+        if uid in self._sockets:
+            return directory
+        if self.trouble:
+            raise OutputError(self.trouble, slug="socket-unusable")
+        if len(os.fsencode(directory)) + 1 + _LONGEST_CLIENT > _LONGEST_PATH:
+            raise OutputError(
+                "the name is too long for sockets below it", slug="socket-unusable", where=str(directory),
+                hint="set `paths.kineto` of agent.toml to a shorter one",
+            )  # fmt: skip
+        try:
+            self._listen(uid, directory)
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            text = f"PyTorch's profiler cannot be listened to there: {reason}"
+            raise OutputError(text, slug="socket-unusable", where=str(directory)) from error
+        return directory
+
+    def close(self) -> None:
+        """Listen no more, and leave no name behind: it would delay the end of every job that knows it."""
+        for user_socket in self._sockets.values():
+            asyncio.get_running_loop().remove_reader(user_socket.listener.fileno())
+            user_socket.close()
+        self._sockets.clear()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def sweep(self) -> None:
+        """Remove the sockets that clients left behind; blocks, so it is called in a thread."""
+        for user_socket in list(self._sockets.values()):
+            if user_socket.handle is None:
+                continue
+            with contextlib.suppress(OSError), os.scandir(user_socket.handle) as entries:
+                names = [entry.name for _, entry in zip(range(_MOST_SWEPT), entries, strict=False)]
+                for name in filter(_CLIENT.fullmatch, names):
+                    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+                        handle = os.open(name, os.O_PATH | os.O_NOFOLLOW, dir_fd=user_socket.handle)
+                        try:
+                            if stat.S_ISSOCK(os.fstat(handle).st_mode):
+                                probe.connect(f"/proc/self/fd/{handle}")
+                        except ConnectionRefusedError:  # nobody has it open
+                            os.unlink(name, dir_fd=user_socket.handle)
+                        finally:
+                            os.close(handle)
+
+    def _listen(self, uid: int | None, directory: Path | None) -> None:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+            for option in (socket.SO_SNDBUF, _SNDBUFFORCE):
+                with contextlib.suppress(OSError):
+                    listener.setsockopt(socket.SOL_SOCKET, option, _UNREAD_BYTES)
+            if directory is None:
+                listener.bind(ABSTRACT)
+            else:
+                assert uid is not None
+                self._bind(listener, uid, directory)
+            user_socket = UserSocket(listener, uid, directory)
+        except BaseException:
+            listener.close()
+            raise
+        self._sockets[uid] = user_socket
+        asyncio.get_running_loop().add_reader(listener.fileno(), self._answer, user_socket)
+        if directory is not None:
+            self._bound(directory / NAME)
+
+    def _bind(self, listener: socket.socket, uid: int, directory: Path) -> None:
+        """While names are made in the directory it is ours: its user cannot put a link in their place."""
+        directory.mkdir(mode=0o700, exist_ok=True)
+        handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            if os.geteuid() != uid:
+                os.fchown(handle, os.geteuid(), -1)
+            os.fchmod(handle, 0o700)
+            for name in (NAME, SETTINGS):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=handle)
+            listener.bind(str(directory / NAME))
+            os.chmod(NAME, 0o666, dir_fd=handle)  # noqa: S103  (the directory lets its user in alone)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            settings = os.open(SETTINGS, flags, 0o644, dir_fd=handle)
+            try:
+                os.fchmod(settings, 0o644)
+                os.write(settings, b"ON_DEMAND_CONFIG_UPDATE_INTERVAL_SECS=%d\n" % self.interval_s)
+            finally:
+                os.close(settings)
+            if os.geteuid() != uid:
+                os.fchown(handle, uid, -1)
+        finally:
+            os.close(handle)
+
+    def _answer(self, user_socket: UserSocket) -> None:
+        """Answer what has come, then let some more come: to wake up costs as much as to answer."""
+        loop, listener = asyncio.get_running_loop(), user_socket.listener
+        listening = user_socket.pause is None
+        taken = 0
+        while taken < _MANY and self._read(user_socket):
+            taken += 1
+        pauses = 0 < taken < _MANY
+        if listening and pauses:
+            loop.remove_reader(listener.fileno())
+        elif not listening and not pauses:
+            loop.add_reader(listener.fileno(), self._answer, user_socket)
+        user_socket.pause = loop.call_later(_TOGETHER_S, self._answer, user_socket) if pauses else None
+
+    def _read(self, user_socket: UserSocket) -> bool:
+        """Answer one datagram; whether there was one."""
+        try:
+            # Room for the credentials alone: descriptors that a stranger sends along are closed by the kernel.
+            datagram, ancillary, _, address = user_socket.listener.recvmsg(
+                MOST_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size), socket.MSG_DONTWAIT
+            )
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError as error:
+            LOG.warning("a datagram could not be read: %s", error)
+            return False
+        try:
+            message = decode(datagram)  # of a longer one than any its beginning, which is none either
+        except MalformedDatagramError:
+            self.malformed += 1
+            return True
+        credentials = [
+            data for level, kind, data in ancillary if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS)
+        ]
+        if not credentials or len(credentials[0]) != _CREDENTIALS.size or not address:
+            self.strangers += 1
+            return True
+        pid, uid, gid = _CREDENTIALS.unpack(credentials[0])
+        if pid <= 0 or (user_socket.uid is not None and uid != user_socket.uid):
+            self.strangers += 1  # 0: from a pid namespace that is none of ours
+            return True
+        if isinstance(message, Hello):
+            self._hellos += 1
+            self._send(user_socket, instances_reply(self._hellos), address)
+            return True
+        client = self.registry.poll(message, pid, uid, gid, address)
+        if client is not None:
+            reply, delivered = self.registry.answer(client)
+            if self._send(user_socket, reply, address) and delivered is not None:
+                delivered()
+            self.registry.answered(client)
+        return True
+
+    def _send(self, user_socket: UserSocket, reply: bytes, address: str | bytes) -> bool:
+        """Answer from the socket that was asked, to one of the same kind; never wait. Whether it went."""
+        try:
+            if user_socket.handle is None:
+                if not isinstance(address, bytes) or not address.startswith(b"\0"):
+                    self.strangers += 1
+                    return False
+                user_socket.listener.sendto(reply, socket.MSG_DONTWAIT, address)
+                return True
+            folder, _, name = address.rpartition("/") if isinstance(address, str) else ("", "", "")
+            if folder != str(user_socket.directory) or not _CLIENT.fullmatch(name):
+                self.strangers += 1
+                return False
+            handle = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=user_socket.handle)
+            try:
+                status = os.fstat(handle)
+                if not stat.S_ISSOCK(status.st_mode) or status.st_uid != user_socket.uid:
+                    self.strangers += 1
+                    return False
+                user_socket.listener.sendto(reply, socket.MSG_DONTWAIT, f"/proc/self/fd/{handle}")
+            finally:
+                os.close(handle)
+        except OSError:  # its queue is full, or it has ended: it asks again
+            self.dropped += 1
+            return False
+        return True

@@ -1,0 +1,229 @@
+"""What kubelets, schedulers and launchers call the devices of this host, and which of them a process was given.
+
+A name that may mean several devices means none here: unknown is absent.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from traceloom.agent.accelerators.amd import runtime_order
+from traceloom.agent.accelerators.backend import Device
+from traceloom.agent.collectors.collector import read_if_there
+
+_INSTANCE = re.compile(r"gi=(?P<instance>\d+)(?: ci=(?P<compute>\d+))?")
+_REPLICA = re.compile(r"::\d+$|/vgpu\d+$")  # of a device that a plugin gives several times
+_CDI = re.compile(r"(?P<kind>[^/=]+/[^/=]+)=(?P<name>.+)")
+_DRA = re.compile(r"gpu\.nvidia\.com/(?P<name>gpu-\d+)")
+_PCI = re.compile(r"(?:(?P<domain>[0-9a-f]{4,8}):)?(?P<rest>[0-9a-f]{2}:[0-9a-f]{2}\.[0-7])")
+# These schedulers may or may not number the devices of a job anew; nothing of the process says which.
+_RENUMBERING = ("LSB_JOBID", "PBS_JOBID", "FLUX_JOB_ID")
+_SLURM = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS")
+
+
+class HostDevices:
+    """The devices of a host by what others call them.
+
+    Args:
+        devices: All, partitions too.
+        proc: The host's /proc: NVIDIA's driver tells there which device is /dev/nvidia0.
+        sys: The host's /sys: KFD tells there in which order ROCm counts.
+    """
+
+    def __init__(self, devices: Iterable[Device], proc: Path, sys: Path) -> None:
+        self.by_uuid = {device.uuid: device for device in devices}
+        self.vendor = next((v for v in ("nvidia", "amd") if any(d.vendor == v for d in self.by_uuid.values())), "")
+        self._whole = [device for device in self.by_uuid.values() if not device.parent]
+        self._amd_order = runtime_order(sys) if self.vendor == "amd" else []
+        self._names = _unambiguous(self._names_of(proc))
+        self._indices = _unambiguous(
+            (device.index, device.uuid)
+            for device in self.by_uuid.values()
+            # Exporters number partitions otherwise than nvidia-smi does.
+            if device.vendor == self.vendor and (not device.parent or device.uuid.startswith("MIG-"))
+        )
+
+    def named(self, name: str) -> str:
+        """The uuid of what a device plugin, CDI, DRA or a scheduler calls a device; "" where that is not certain."""
+        if cdi := _CDI.fullmatch(name):
+            of_nvidia = cdi["kind"] == "nvidia.com/gpu"
+            return self.named(cdi["name"]) or (self.numbered(cdi["name"]) if of_nvidia else "")
+        if dra := _DRA.fullmatch(name):
+            name = dra["name"]
+        name = _REPLICA.sub("", name)
+        return self._names.get(_address(name) or name, "")
+
+    def numbered(self, index: str) -> str:
+        """The uuid of a device by the number that nvidia-smi (`0`; `0:1` a partition), else AMD's driver gives it."""
+        return self._indices.get(index, "")
+
+    def beginning(self, prefix: str) -> str:
+        """The uuid of the only device whose uuid begins so."""
+        matches = [uuid for uuid in self.by_uuid if uuid.startswith(prefix)]
+        return matches[0] if len(matches) == 1 else ""
+
+    def parts(self, uuids: Iterable[str]) -> frozenset[str]:
+        """Devices with the partitions that they are divided into."""
+        whole = set(uuids)
+        return frozenset(whole | {uuid for uuid, device in self.by_uuid.items() if device.parent in whole})
+
+    def all(self) -> list[str]:
+        """Devices of the vendor that can be used: of a divided one its partitions."""
+        parents = {device.parent for device in self.by_uuid.values()}
+        return [u for u, device in self.by_uuid.items() if device.vendor == self.vendor and u not in parents]
+
+    def in_order(self, *, by_pci: bool = False) -> list[str]:
+        """All devices as CUDA or ROCm counts them; [] where that is not certain.
+
+        Args:
+            by_pci: CUDA is asked to count in the order of PCI addresses; otherwise it counts the fastest first, which
+                is the same where all are of one model.
+        """
+        whole = [device for device in self._whole if device.vendor == self.vendor]
+        undivided = {device.uuid for device in whole} == set(self.all())
+        certain = undivided and not any(device.stale for device in whole)
+        if self.vendor == "amd":
+            order = [self._names.get(_address(address), "") for address in self._amd_order]
+            return order if certain and "" not in order and len(order) == len(whole) else []
+        certain = certain and all(device.index.isdecimal() for device in whole)
+        if not certain or not (by_pci or len({device.model for device in whole}) <= 1):
+            return []
+        return [device.uuid for device in sorted(whole, key=lambda device: int(device.index))]  # which is that of PCI
+
+    def _names_of(self, proc: Path) -> Iterator[tuple[str, str]]:
+        minors: dict[str, str] = {}  # PCI address -> number of the device file, as NVIDIA's driver tells
+        for directory in (proc / "driver/nvidia/gpus").glob("*"):
+            match = re.search(rb"^Device Minor:\s*(\d+)", read_if_there(directory / "information"), re.MULTILINE)
+            if match:  # else it was taken away just now
+                minors[_address(directory.name)] = match[1].decode()
+        for device in self.by_uuid.values():
+            yield device.uuid, device.uuid
+            above = self.by_uuid.get(device.parent, device)
+            minor = minors.get(_address(above.pci), "") if above.vendor == "nvidia" else ""
+            instance = _INSTANCE.search(device.partition)
+            if not device.parent:
+                yield _address(device.pci), device.uuid
+                if minor:
+                    yield f"nvidia{minor}", device.uuid
+                if minor == device.index:  # DRA's driver numbered by index once, now by the device file
+                    yield f"gpu-{minor}", device.uuid
+            elif instance:
+                numbers = f"{instance['instance']}", f"{instance['compute'] or 0}"
+                yield f"MIG-{device.parent}/{'/'.join(numbers)}", device.uuid
+                yield f"{above.index}:{':'.join(numbers)}", device.uuid
+                if minor:
+                    yield f"nvidia{minor}/gi{numbers[0]}", device.uuid
+
+
+def _unambiguous(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+    uuids: dict[str, set[str]] = {}
+    for name, uuid in pairs:
+        uuids.setdefault(name, set()).add(uuid)
+    return {name: min(some) for name, some in uuids.items() if name and len(some) == 1}
+
+
+def _address(text: str) -> str:
+    """A PCI address, which drivers write with four or eight digits of the domain, in one spelling; "" of others."""
+    match = _PCI.fullmatch(text.lower())
+    return f"{int(match['domain'] or '0', 16):x}:{match['rest']}" if match else ""
+
+
+def devices_of(
+    environment: Mapping[str, str],
+    devices: HostDevices,
+    *,
+    root: Path | None = None,
+    kubelet: frozenset[str] | None = None,
+) -> tuple[tuple[str, ...], str] | None:
+    """The devices that a process was given, and what says so; None where nothing says it for certain.
+
+    Args:
+        environment: Its listed variables.
+        devices: Those of its host.
+        root: The root directory that it sees, where it runs in a container.
+        kubelet: What the kubelet gave its container, where that is known.
+    """
+    if not devices.vendor:
+        return None
+    allowed, source = (kubelet, "kubelet") if kubelet is not None else _allowed(environment, devices, root)
+    order = devices.in_order(by_pci=environment.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID")
+    orders = [] if any(environment.get(name) for name in _RENUMBERING) else [order]
+    by_slurm = root is None and any(environment.get(name) for name in _SLURM)
+    if root is not None:
+        orders = [[uuid for uuid in order if uuid in allowed]] if allowed is not None else []
+    elif by_slurm:
+        # Where Slurm hides the other devices by control groups, those of the step are counted from 0.
+        orders = [order, [uuid for uuid in order if uuid in allowed]] if allowed is not None else []
+    filters: list[tuple[str, ...]] = [("CUDA_VISIBLE_DEVICES",)]
+    if devices.vendor == "amd":  # HIP counts within what ROCr leaves, and reads CUDA's variable where it has none
+        filters = [("ROCR_VISIBLE_DEVICES",), ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")]
+    for names in filters:
+        variable = next((name for name in names if name in environment), "")
+        if not variable or allowed == frozenset():
+            continue
+        text = environment[variable]
+        listed = [_listed(text, order, devices, strict=by_slurm) for order in orders or [[]]]
+        matches = {some for some in listed if some is not None and (allowed is None or allowed.issuperset(some))}
+        if not matches and by_slurm and allowed is not None and len(text.split(",")) == len(allowed):
+            continue  # Slurm counts the devices of the step, and gave this task some: as many as it names
+        if len(matches) != 1:
+            return None
+        (result,) = matches
+        orders, allowed, source = [list(result)], frozenset(result), variable
+    if allowed is None:
+        return None
+    return tuple(uuid for uuid in (orders[0] if orders else ()) if uuid in allowed) or tuple(sorted(allowed)), source
+
+
+def _allowed(
+    environment: Mapping[str, str], devices: HostDevices, root: Path | None
+) -> tuple[frozenset[str] | None, str]:
+    """What the runtime of the container, or Slurm, lets a process reach, as far as variables tell."""
+    if root is None:
+        for variable in _SLURM:
+            entries = list(filter(None, map(str.strip, environment.get(variable, "").split(","))))
+            if entries:  # Slurm names devices by their files, in the order of which they need not be counted
+                uuids = [devices.named(f"nvidia{entry}") or devices.named(entry) for entry in entries]
+                return (frozenset(uuids) if all(uuids) else None), variable
+        return None, ""
+    variable = "NVIDIA_VISIBLE_DEVICES"
+    entries = list(filter(None, map(str.strip, environment.get(variable, "").split(","))))
+    if entries == ["none"]:
+        return frozenset(), variable
+    if entries == ["all"]:
+        # Images bring this along, in whatever way they are started.
+        reached = devices.vendor == "nvidia" and os.path.exists(root / "dev/nvidiactl")  # noqa: PTH110 (never raises)
+        return (frozenset(devices.all()) if reached else None), variable
+    uuids = [devices.numbered(entry) or devices.named(entry) for entry in entries]
+    return (devices.parts(uuids) & set(devices.all()) if uuids and all(uuids) else None), variable
+
+
+def _listed(text: str, order: Sequence[str], devices: HostDevices, *, strict: bool) -> tuple[str, ...] | None:
+    """The devices of a list as CUDA and ROCm read it: up to the first entry that is none. None: nobody knows.
+
+    `strict`: the order is one of several that may be meant, and is not where a number lies beyond it.
+    """
+    listed: list[str] = []
+    for part in text.split(","):
+        entry = part.strip()
+        if entry.isdecimal():
+            if not order or (strict and int(entry[:9]) >= len(order)):
+                return None
+            uuid = order[int(entry)] if len(entry) < 5 and int(entry) < len(order) else ""
+        elif entry.startswith("MIG-"):
+            uuid = devices.named(entry)
+            if not uuid:  # partitions come and go, and some back ends do not know their uuids
+                return None
+        elif entry.startswith("GPU-"):
+            uuid = devices.beginning(entry)
+        else:
+            uuid = ""
+        if not uuid:
+            break
+        if uuid in listed:  # what CUDA makes of a list that names a device twice depends on its version
+            return None
+        listed.append(uuid)
+    return tuple(listed)

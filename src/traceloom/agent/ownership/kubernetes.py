@@ -1,0 +1,227 @@
+"""Pods and containers from the kubelet's pod-resources API.
+
+A task of `traceloom.agent.worker`: gRPC takes 20 MB, which the agent does not keep for an answer now and then. Messages
+are described here, in a pool of their own, as far as they are read: nobody's generated modules are in the way.
+
+The kubelet tells names and devices, the control group the pod's uid and the container's id, and nothing tells both:
+they are joined by devices.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from traceloom.agent import worker
+from traceloom.agent.config import Config
+from traceloom.agent.metrics import Reading
+from traceloom.errors import TraceloomError
+
+LIMIT_S = 5.0
+MOST_BYTES = 16 << 20  # as kubelets themselves allow
+MOST_CONTAINERS = 4096
+MOST_DEVICES = 1024  # of a container
+MOST_LETTERS = 256
+
+# Message -> its fields: (name, number, message it holds or "" for text, whether it is repeated).
+_MESSAGES: dict[str, tuple[tuple[str, int, str, bool], ...]] = {
+    "ListPodResourcesResponse": (("pod_resources", 1, "PodResources", True),),
+    "PodResources": (
+        ("name", 1, "", False), ("namespace", 2, "", False), ("containers", 3, "ContainerResources", True),
+    ),
+    "ContainerResources": (
+        ("name", 1, "", False), ("devices", 2, "ContainerDevices", True),
+        ("dynamic_resources", 5, "DynamicResource", True),
+    ),
+    "ContainerDevices": (("resource_name", 1, "", False), ("device_ids", 2, "", True)),
+    "DynamicResource": (("claim_resources", 4, "ClaimResource", True),),
+    "ClaimResource": (
+        ("cdi_devices", 1, "CDIDevice", True), ("driver_name", 2, "", False), ("device_name", 4, "", False),
+    ),
+    "CDIDevice": (("name", 1, "", False),),
+}  # fmt: skip
+
+
+def containers(socket: str) -> list[dict[str, Any]]:
+    """The containers that hold devices: `namespace`, `pod`, `container`, and `devices`, as the kubelet names them.
+
+    Names are those of device plugins (`GPU-...`, `GPU-...::3` of a shared one, a PCI address), of CDI
+    (`nvidia.com/gpu=...`), and of DRA (`driver/device`).
+
+    Raises:
+        OSError: gRPC is not installed, or the kubelet did not answer, and why.
+        ValueError: It answered with something else.
+    """
+    try:
+        import grpc
+    except ImportError as error:
+        raise OSError("gRPC is not installed: pip install 'traceloom[kubernetes]'") from error
+    # gRPC of Python would name the socket's path as the server's authority, which the kubelet's does not take.
+    options = [("grpc.max_receive_message_length", MOST_BYTES), ("grpc.default_authority", "localhost")]
+    with grpc.insecure_channel(f"unix:{Path(socket).absolute()}", options=options) as channel:
+        call = channel.unary_unary("/v1.PodResourcesLister/List")
+        try:
+            answer: bytes = call(b"", timeout=LIMIT_S)
+        except grpc.RpcError as error:
+            reason = f"{error.code().name.lower()}: {error.details()}"[:MOST_LETTERS]
+            raise OSError(f"the kubelet did not answer at {socket}: {reason}") from error
+    return decoded(answer)
+
+
+def decoded(answer: bytes) -> list[dict[str, Any]]:
+    """What `containers` gives, of the bytes of a ListPodResourcesResponse.
+
+    Raises:
+        ValueError: They are none.
+    """
+    from google.protobuf import descriptor_pb2, descriptor_pool, message, message_factory
+
+    file = descriptor_pb2.FileDescriptorProto(name="podresources.proto", package="v1", syntax="proto3")
+    for name, fields in _MESSAGES.items():
+        described = file.message_type.add(name=name)
+        for field, number, holds, repeated in fields:
+            described.field.add(
+                name=field, number=number,
+                label=descriptor_pb2.FieldDescriptorProto.LABEL_REPEATED if repeated
+                else descriptor_pb2.FieldDescriptorProto.LABEL_OPTIONAL,
+                type=descriptor_pb2.FieldDescriptorProto.TYPE_MESSAGE if holds
+                else descriptor_pb2.FieldDescriptorProto.TYPE_STRING,
+                type_name=f".v1.{holds}" if holds else None,
+            )  # fmt: skip
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    response: Any = message_factory.GetMessageClass(pool.FindMessageTypeByName("v1.ListPodResourcesResponse"))()
+    try:
+        response.ParseFromString(answer)
+    except message.DecodeError as error:
+        raise ValueError(f"the kubelet's answer cannot be read: {error}") from error
+    rows = []
+    for pod in response.pod_resources:
+        for container in pod.containers:
+            names = [name for devices in container.devices for name in devices.device_ids]
+            for resource in container.dynamic_resources:
+                for claim in resource.claim_resources:
+                    names += [device.name for device in claim.cdi_devices]
+                    names.append(f"{claim.driver_name}/{claim.device_name}")
+            if names:
+                rows.append({
+                    "namespace": pod.namespace[:MOST_LETTERS], "pod": pod.name[:MOST_LETTERS],
+                    "container": container.name[:MOST_LETTERS],
+                    "devices": [name[:MOST_LETTERS] for name in names[:MOST_DEVICES]],
+                })  # fmt: skip
+    return rows[:MOST_CONTAINERS]
+
+
+# The kubelet is asked when a container appears, and then at growing intervals: one that starts anew answers in part or
+# not at all.
+FIRST_S, LAST_S = 10.0, 300.0
+
+
+class PodContainer(msgspec.Struct, frozen=True):
+    """A container that holds devices, as the kubelet names them."""
+
+    namespace: str
+    pod: str
+    container: str
+    devices: tuple[str, ...]
+
+
+class ContainerPlace(msgspec.Struct, frozen=True):
+    """Where a process is: what its control group calls the pod and the container."""
+
+    pod: str
+    container: str
+
+
+class KubeletAnswer(msgspec.Struct, frozen=True):
+    """What the kubelet said when these containers were there already; of later ones it tells nothing."""
+
+    containers: tuple[PodContainer, ...] = ()
+    places: frozenset[ContainerPlace] = frozenset()
+
+
+class Kubelet:
+    """A collector without series: it asks the kubelet, in a process of its own, while there are pods' processes.
+
+    `places` is for whoever knows where processes are to set; `answer` is replaced whole.
+    """
+
+    name = "kubelet"
+
+    def __init__(self, config: Config) -> None:
+        self.period_s = config.collect.periods.get(self.name, config.collect.period)
+        self.timeout_s = config.collect.timeouts.get(self.name, 3 * LIMIT_S)
+        self.places: frozenset[ContainerPlace] = frozenset()
+        self.answer = KubeletAnswer()
+        self._socket = Path(config.owners.kubelet) if config.owners.kubelet else None
+        self._asked: frozenset[ContainerPlace] = frozenset()  # when it was asked last
+        self._error = ""  # why it did not answer then
+        self._next = 0.0  # on the monotonic clock
+        self._wait_s = FIRST_S
+
+    def collect(self) -> list[Reading]:
+        """Ask, where there is somebody to ask about and somebody to ask.
+
+        Raises:
+            OSError: The kubelet did not answer when it was asked last, or not in time.
+        """
+        places = self.places
+        if not places or self._socket is None or not self._socket.exists():
+            self.answer = KubeletAnswer()
+            return []
+        appeared = not places <= self._asked
+        if appeared or time.monotonic() >= self._next:
+            self._asked = places
+            self._wait_s = FIRST_S if appeared else min(2 * self._wait_s, LAST_S)
+            try:
+                rows = worker.run("pod-resources", timeout_s=2 * LIMIT_S, socket=str(self._socket))
+                self.answer, self._error = KubeletAnswer(tuple(msgspec.convert(rows, list[PodContainer])), places), ""
+            except TraceloomError as error:
+                self._error = error.message
+            self._next = time.monotonic() + self._wait_s
+        if self._error:
+            raise OSError(self._error)
+        return []
+
+    def trouble(self) -> list[str]:
+        """Nothing beyond what `collect` raises."""
+        return []
+
+
+def joined(
+    held: Mapping[PodContainer, frozenset[str]],
+    evidence: Mapping[ContainerPlace, frozenset[str]],
+    hosts: Mapping[ContainerPlace, str],
+) -> tuple[dict[str, tuple[str, str]], dict[ContainerPlace, str]]:
+    """Which pods and containers there are behind control groups; those that cannot be told apart are left out.
+
+    Args:
+        held: Containers -> devices (uuids) that the kubelet gave them.
+        evidence: Places -> devices that their processes are on or were given.
+        hosts: Places -> the name of the host that their processes see, which is that of the pod: it tells apart those
+            that share a device.
+
+    Returns:
+        Control group's pod -> (namespace, pod), and location -> name of the container.
+    """
+    possible: dict[str, set[tuple[str, str]]] = {}
+    for location, devices in evidence.items():
+        matches = {(c.namespace, c.pod) for c, uuids in held.items() if devices and devices <= uuids}
+        by_host = {match for match in matches if match[1] == hosts.get(location)}
+        if matches:
+            possible[location.pod] = possible.get(location.pod, matches) & (by_host or matches)
+    pods = {pod: next(iter(names)) for pod, names in possible.items() if len(names) == 1}
+    bearers = Counter(pods.values())  # two pods of one name are not both it
+    pods = {pod: name for pod, name in pods.items() if bearers[name] == 1}
+    containers: dict[ContainerPlace, str] = {}
+    for location, devices in evidence.items():
+        names = [c.container for c, uuids in held.items()
+                 if (c.namespace, c.pod) == pods.get(location.pod) and devices and devices <= uuids]  # fmt: skip
+        if len(names) == 1:
+            containers[location] = names[0]
+    return pods, containers

@@ -1,0 +1,166 @@
+"""Owner and process types, share of a device, masking of command lines."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
+from typing import NamedTuple
+
+import msgspec
+
+from traceloom.agent.accelerators.backend import DeviceProcess
+
+
+class Owner(msgspec.Struct, frozen=True, kw_only=True):
+    """Whose a process is. "" or None: not known. `sources`: field -> where it was read."""
+
+    job: str = ""  # the same on all its hosts: `slurm-4242`, `torchelastic-<run id>`, `pod-<uid>` ...
+    name: str = ""
+    scheduler: str = ""  # slurm, kubernetes, torchrun, mpi, ray, lsf, pbs, flux, or ""
+    rank: int | None = None
+    local_rank: int | None = None
+    world_size: int | None = None
+    user: str = ""
+    account: str = ""
+    partition: str = ""
+    namespace: str = ""
+    pod: str = ""
+    container: str = ""
+    framework: str = ""  # pytorch, jax, tensorflow or ""
+    framework_version: str = ""
+    devices: tuple[str, ...] = ()  # uuids that it was given, whether it uses them or not
+    labels: dict[str, str] = {}
+    sources: dict[str, str] = {}
+
+
+class Process(msgspec.Struct, frozen=True, kw_only=True):
+    """A process that matters: it uses a device, runs a framework, or belongs to a job.
+
+    Its identity is (boot id of the host, pid, start time); `key` is `PID@START`, where START is in clock ticks since
+    boot. `command` has its secrets masked; `declared` holds the listed variables of its environment alone.
+    """
+
+    key: str
+    pid: int
+    start_ticks: int
+    started_ns: int
+    parent_pid: int
+    uid: int
+    command: str
+    cgroup: str = ""
+    declared: dict[str, str] = {}
+    owner: Owner = Owner()
+    state: str = ""  # R, S, D, T, Z as in /proc
+    unreadable: str = ""  # what could not be read of it, and why
+    devices: tuple[str, ...] = ()  # uuids that it is on
+    steps_per_second: float | None = None
+
+
+MASK = "***"
+_KEY = (
+    r"(?:[\w.-]*?(?:token|secret|passw(?:or)?d|passphrase|pwd|credential|api[-_]?key|access[-_]?key|auth|private[-_]?key)"
+    r"[\w.-]*)"
+)
+# `--hf-token=x`, `WANDB_API_KEY=x`, `password: x`
+_ASSIGNED = re.compile(
+    rf"(?P<before>(?<![\w-])-{{0,2}}{_KEY}\s*[=:]\s*)(?P<secret>(?!\*\*\*).+)", re.IGNORECASE | re.DOTALL
+)
+# `--token x`, where x is the next word
+_OPTION = re.compile(rf"-{{1,2}}{_KEY}", re.IGNORECASE)
+_IN_URL = re.compile(
+    r"(?P<before>[a-z][a-z0-9+.-]*://[^/\s:@]*:)[^/\s@]+(?=@)|(?<=://)(?!\*)[^/\s:@]{16,}(?=@)", re.IGNORECASE
+)
+_BEARER = re.compile(r"(?P<before>\b(?:bearer|basic|token)\s+)[\w.~+/=-]{8,}", re.IGNORECASE)
+# Forms of tokens that say what they are: Hugging Face, OpenAI, GitHub, GitLab, Slack, AWS, Google, JSON web tokens.
+_SHAPES = re.compile(
+    r"\b(?:hf_\w{8,}|sk-[\w-]{8,}|gh[pousr]_\w{8,}|github_pat_\w{8,}|glpat-[\w-]{8,}|xox[abprs]-[\w-]{8,}"
+    r"|(?:AKIA|ASIA)[0-9A-Z]{12,}|AIza[\w-]{20,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
+)
+
+
+def masked(command: Sequence[str]) -> str:
+    """The words of a command line in one line, with secrets masked; masking twice changes nothing more."""
+    words = []
+    follows = False  # the last word was an option whose value is a secret
+    for word in command:
+        if follows and not (word.startswith("-") and _OPTION.fullmatch(word)):
+            words.append(MASK)
+            follows = False
+            continue
+        follows = _OPTION.fullmatch(word) is not None
+        text = _IN_URL.sub(lambda match: (match["before"] or "") + MASK, word)
+        text = _BEARER.sub(lambda match: match["before"] + MASK, text)
+        text = _SHAPES.sub(MASK, text)
+        words.append(_ASSIGNED.sub(lambda match: match["before"] + MASK, text))
+    return " ".join(words)
+
+
+PARTS = 1 << 40  # shares are whole numbers of these, so that their sum is 1 exactly, in any order
+
+
+class Share(NamedTuple):
+    """The part of a device that a process has: 0 to 1. `assumed`: it was not measured."""
+
+    part: float
+    assumed: bool
+
+
+def shares(
+    processes: Iterable[DeviceProcess], keys: Mapping[int, str], busy: Mapping[str, float] | None = None
+) -> dict[tuple[str, str], Share]:
+    """The share of each process in each device that it is on; of each device they add up to exactly 1.
+
+    What processes were busy decides. Those of which that is not known share the rest of the device equally, which is
+    what the device was busy beyond the others, and this is assumed; nothing about memory says who computed. Where
+    nobody was busy, the device is held in equal parts.
+
+    Args:
+        processes: Who is on which device.
+        keys: Key of a process by its pid. A process that is not in it has the key `PID@`: its part is nobody else's.
+        busy: How busy each device was, 0 to 1, where that is known.
+
+    Returns:
+        (uuid of the device, key of the process) -> its share.
+    """
+    used: dict[str, dict[str, list[float | None]]] = {}
+    for process in processes:  # one process may be listed several times, once per context
+        key = keys.get(process.pid) or f"{process.pid}@"
+        used.setdefault(process.device, {}).setdefault(key, []).append(process.busy_ratio)
+    divided: dict[tuple[str, str], Share] = {}
+    for device, entries in used.items():
+        measured = {
+            key: sum(ratio for ratio in ratios if ratio is not None)
+            for key, ratios in entries.items()
+            if None not in ratios
+        }
+        total = sum(measured.values())
+        rest = max((busy or {}).get(device, max(1.0, total)) - total, 0.0)
+        others = len(entries) - len(measured)
+        weights = [measured[key] if key in measured else rest / others for key in entries]
+        idle = not any(weights)
+        for key, part in zip(entries, split(PARTS, weights), strict=True):
+            divided[device, key] = Share(part / PARTS, idle or key not in measured)
+    return divided
+
+
+def split(total: int, weights: Sequence[float]) -> list[int]:
+    """A whole number, as of milliseconds, in whole parts by weights, which add up to it.
+
+    What rounding leaves goes to the largest remainders. Weights that are all 0 mean equal parts; without weights there
+    are no parts.
+
+    Raises:
+        ValueError: A weight that is negative or not finite.
+    """
+    if not all(math.isfinite(weight) and weight >= 0 for weight in weights):
+        raise ValueError(f"weights must be finite and not negative, got {list(weights)}")
+    exact = [Fraction(weight) for weight in weights] if any(weights) else [Fraction(1)] * len(weights)
+    whole = sum(exact)
+    ideal = [total * weight / whole for weight in exact]
+    parts = [math.floor(part) for part in ideal]
+    by_remainder = sorted(range(len(parts)), key=lambda at: (parts[at] - ideal[at], at))
+    for at in by_remainder[: total - sum(parts)] if parts else ():
+        parts[at] += 1
+    return parts

@@ -1,0 +1,396 @@
+"""Puts all evidence together: the owner of each process.
+
+dcgm-exporter reads the same directory (`--hpc-job-mapping-dir`). A file is named by the number of a device (`0`), of a
+partition (`0:1`), or by a uuid.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import re
+import stat
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from traceloom.agent.accelerators.backend import Device
+from traceloom.agent.config import Config
+from traceloom.agent.metrics import Reading
+from traceloom.agent.ownership.devices import HostDevices, devices_of
+from traceloom.agent.ownership.environment import (
+    LAUNCH,
+    Statements,
+    check_variables,
+    of_paths,
+    owner_of,
+    rank_of,
+    statements,
+)
+from traceloom.agent.ownership.kubernetes import ContainerPlace, Kubelet, joined
+from traceloom.agent.ownership.model import Owner
+
+if TYPE_CHECKING:
+    from traceloom.agent.collectors.processes import ProcessFacts
+
+
+MOST_NAMES = 20_000  # of a directory of packages that are looked at
+# Framework -> the package whose library is loaded, and the distributions that have it.
+_PACKAGES = {
+    "pytorch": ("torch", "torch"),
+    "jax": ("jaxlib", "jaxlib"),
+    "tensorflow": ("tensorflow", "tensorflow(?:_cpu|_rocm|_intel)?"),
+}
+
+
+class FrameworkVersions:
+    """A collector without series: `versions` has those that are known, by process and library.
+
+    Directories of users are listed as the process sees them, and may lie on a disk that hangs: nobody waits for it. Of
+    what is there only the name of a distribution is read.
+    """
+
+    name = "frameworks"
+
+    def __init__(self, config: Config) -> None:
+        self.period_s = config.collect.periods.get(self.name, config.collect.period)
+        self.timeout_s = config.collect.timeouts.get(self.name, config.collect.timeout)
+        self.wanted: Mapping[str, ProcessFacts] = {}  # by key; for whoever knows the processes to set
+        self.versions: Mapping[tuple[str, str], str] = {}  # "" where it is not known
+        self._proc = Path(config.collect.proc)
+
+    def collect(self) -> list[Reading]:
+        """Look for the versions of processes that are new."""
+        versions = {}
+        for process in self.wanted.values():
+            for framework, library in process.frameworks.items():
+                key = (process.key, library)
+                versions[key] = self.versions[key] if key in self.versions else self._version(process, framework)
+        self.versions = versions
+        return []
+
+    def trouble(self) -> list[str]:
+        """Nothing: a version that is not known is absent."""
+        return []
+
+    def _version(self, process: ProcessFacts, framework: str) -> str:
+        """As in `torch-2.13.0+cpu.dist-info`; "" where there is none or several."""
+        package, distribution = _PACKAGES[framework]
+        folder, separator, _ = process.frameworks[framework].rpartition(f"/{package}/")
+        if not separator:
+            return ""
+        pattern = re.compile(rf"{distribution}-(\d[A-Za-z0-9.+!_]{{0,63}})\.dist-info")
+        try:
+            with os.scandir(f"{self._proc}/{process.pid}/root{folder}") as entries:
+                matches = [
+                    match[1] for entry in islice(entries, MOST_NAMES) if (match := pattern.fullmatch(entry.name))
+                ]
+        except OSError:  # it has ended, or its files are not ours to see
+            return ""
+        return matches[0] if len(matches) == 1 else ""
+
+
+MOST_FILES = 1024
+MOST_BYTES = 64 << 10  # of a file
+MOST_LETTERS = 256  # of a job's name
+
+
+class JobMapping:
+    """A collector without series: `jobs` has the jobs by the name of the file, and is replaced whole."""
+
+    name = "job-mapping"
+
+    def __init__(self, config: Config) -> None:
+        self.period_s = config.collect.periods.get(self.name, config.collect.period)
+        self.timeout_s = config.collect.timeouts.get(self.name, config.collect.timeout)
+        self.jobs: Mapping[str, tuple[str, ...]] = {}
+        self._directory = Path(config.owners.job_mapping) if config.owners.job_mapping else None
+        self._troubles: list[str] = []
+
+    def collect(self) -> list[Reading]:
+        """Read the files.
+
+        Raises:
+            OSError: The directory cannot be listed.
+        """
+        if self._directory is None:
+            return []
+        jobs: dict[str, tuple[str, ...]] = {}
+        troubles = []
+        try:
+            paths = sorted(path for path in self._directory.iterdir() if not path.name.startswith("."))
+        except OSError:
+            self.jobs = {}  # what was true is not known to be
+            raise
+        if len(paths) > MOST_FILES:
+            troubles.append(f"{self._directory} has {len(paths)} files: only the first {MOST_FILES} are read")
+        for path in paths[:MOST_FILES]:
+            try:
+                jobs[path.name] = _jobs(path)
+            except OSError as error:  # noqa: PERF203 - of one file
+                troubles.append(f"{path}: {error.strerror or error}")
+        self.jobs, self._troubles = jobs, troubles
+        return []
+
+    def trouble(self) -> list[str]:
+        """Files that cannot be read."""
+        return list(self._troubles)
+
+
+def _jobs(path: Path) -> tuple[str, ...]:
+    """The jobs that a file lists, once each."""
+    # A pipe would keep us waiting.
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError("is no file")
+        text = file.read(MOST_BYTES + 1)
+    if len(text) > MOST_BYTES:
+        raise OSError(f"is larger than {MOST_BYTES} bytes")
+    lines = (line.strip() for line in text.decode(errors="replace").splitlines())
+    return tuple(dict.fromkeys(line for line in lines if line and len(line) <= MOST_LETTERS and line.isprintable()))
+
+
+_OF_A_JOB = ("job", "name", "scheduler", "account", "partition")  # what all processes of a job have in common
+_OF_A_RANK = ("rank", "local_rank", "world_size")
+
+
+class OwnerFinder:
+    """Finds owners. `owners` may wait for the name service: call it from a thread.
+
+    `kubelet`, `job_mapping` and `framework_versions` are collectors of their own: what they wait for holds up nobody
+    else.
+
+    Raises:
+        InputError: `wrong-config`: `owners.variables` names a field that an owner has not.
+    """
+
+    def __init__(self, config: Config) -> None:
+        check_variables(config.owners.variables)
+        self.kubelet = Kubelet(config)
+        self.job_mapping = JobMapping(config)
+        self.framework_versions = FrameworkVersions(config)
+        self._config = config
+        self._proc, self._sys = Path(config.collect.proc), Path(config.collect.sys)
+        self._host = config.host_name
+        self._names: dict[int, str] = {}
+        self._listed: list[Device] = []
+        self._devices = HostDevices([], self._proc, self._sys)
+
+    def owners(
+        self,
+        processes: Mapping[str, ProcessFacts],
+        devices: Sequence[Device] = (),
+        used: Mapping[str, Collection[str]] | None = None,
+    ) -> dict[str, Owner]:
+        """The owner of each process, by its key.
+
+        Args:
+            processes: All that matter, by key.
+            devices: The devices of this host, in order.
+            used: The devices (uuids) that each process is on, by key.
+        """
+        used = used or {}
+        if self._listed != devices:
+            self._listed, self._devices = list(devices), HostDevices(devices, self._proc, self._sys)
+        self.framework_versions.wanted = dict(processes)
+        places: dict[str, ContainerPlace] = {}
+        for key, facts in processes.items():
+            of_cgroup = of_paths(facts.cgroups.values())
+            if container := of_cgroup.get("container", ""):
+                pod = of_cgroup.get("job", "") if of_cgroup.get("scheduler") == "kubernetes" else ""
+                places[key] = ContainerPlace(pod, container)
+        stated = {key: self._stated(facts, places.get(key)) for key, facts in processes.items()}
+        granted = self._state_pods(processes, places, used, stated)
+        _inherit_jobs(processes, stated)
+        self._state_jobs_of_devices(places, used, stated)
+        for key, facts in processes.items():
+            root = self._proc / str(facts.pid) / "root" if key in places else None
+            if match := devices_of(facts.environment, self._devices, root=root, kubelet=granted.get(key)):
+                stated[key]["devices"] = match
+        # State the devices that mapping files list for a job, where nothing closer says what a process was given
+        jobs = self._mapped_jobs()
+        for own in stated.values():
+            job = own.get("job", ("", ""))[0]
+            uuids = jobs.get(job) or jobs.get(job.partition("-")[2])
+            if uuids and "devices" not in own:
+                own["devices"] = (tuple(uuids), "job mapping")
+        _state_ranks_once(processes, stated, used, places)
+        return {key: owner_of(stated[key]) for key in processes}
+
+    def troubles(self) -> list[str]:
+        """What of this does not work here: sentences for the doctor."""
+        granted = {name for container in self.kubelet.answer.containers for name in container.devices}
+        mapped = set(self.job_mapping.jobs)
+        names = {name for name in granted if name.startswith(("GPU-", "MIG-"))} | mapped  # others may be network cards
+        unknown = sorted(name for name in names if not (self._devices.named(name) or self._devices.numbered(name)))
+        if not unknown:
+            return []
+        subject = f"{len(unknown)} devices that the kubelet or job mapping names are not known here, as `{unknown[0]}`"
+        return [f"{subject}: no back end of the agent lists them, or several have that name"]
+
+    def _stated(self, facts: ProcessFacts, location: ContainerPlace | None) -> Statements:
+        of_cgroup = of_paths(facts.cgroups.values())
+        # An address of loopback is everybody's: it is this host's or this container's. A pod tells better.
+        host = "" if "job" in of_cgroup else location.container if location else self._host
+        stated = statements(facts.environment, self._config.owners.variables, host=host)
+        if facts.frameworks:
+            framework, library = next(iter(facts.frameworks.items()))
+            stated["framework"] = (framework, "libraries")
+            if version := self.framework_versions.versions.get((facts.key, library)):
+                stated["framework_version"] = (version, "packages")
+        for field, value in of_cgroup.items():
+            stated.setdefault(field, (value, "cgroup"))
+        name = self._user(facts.uid)
+        if name and (facts.uid or "user" not in stated):
+            stated["user"] = (name, "uid")
+        return stated
+
+    def _state_pods(
+        self,
+        processes: Mapping[str, ProcessFacts],
+        places: Mapping[str, ContainerPlace],
+        used: Mapping[str, Collection[str]],
+        stated: Mapping[str, Statements],
+    ) -> dict[str, frozenset[str]]:
+        """State pods and containers as the kubelet names them; the devices that it gave, by process."""
+        in_pods = {key: location for key, location in places.items() if location.pod}
+        answer = self.kubelet.answer
+        self.kubelet.places = frozenset(in_pods.values())
+        held = {
+            container: self._devices.parts(filter(None, map(self._devices.named, container.devices)))
+            for container in answer.containers
+        }
+        evidence: dict[ContainerPlace, frozenset[str]] = {}
+        hosts: dict[ContainerPlace, str] = {}
+        for key, location in in_pods.items():
+            if location in answer.places:  # the kubelet gave devices of containers that ended to later ones
+                environment = processes[key].environment
+                named = map(self._devices.named, environment.get("NVIDIA_VISIBLE_DEVICES", "").split(","))
+                evidence[location] = evidence.get(location, frozenset()).union(used.get(key, ()), filter(None, named))
+                hosts.setdefault(location, environment.get("HOSTNAME", ""))
+        pods, containers = joined(held, evidence, hosts)
+        granted = {}
+        for key, location in in_pods.items():
+            if location in evidence and location.pod in pods:
+                namespace, pod = pods[location.pod]
+                stated[key] |= {"namespace": (namespace, "kubelet"), "pod": (pod, "kubelet")}
+                if name := containers.get(location):
+                    stated[key]["container"] = (name, "kubelet")
+                    granted[key] = frozenset().union(
+                        *(u for c, u in held.items() if (c.namespace, c.pod, c.container) == (namespace, pod, name))
+                    )
+        return granted
+
+    def _state_jobs_of_devices(
+        self,
+        places: Mapping[str, ContainerPlace],
+        used: Mapping[str, Collection[str]],
+        stated: Mapping[str, Statements],
+    ) -> None:
+        """State whose a process is by whose the devices are that it is on, where all of them say the same."""
+        jobs = self._mapped_jobs()
+        scheduled = {job.partition("-")[2]: job for own in stated.values() if (job := own.get("job", ("", ""))[0])}
+        for key, uuids in used.items():
+            if key not in stated or not uuids:
+                continue
+            claims: list[dict[str, tuple[str, str]]] = []
+            for uuid in uuids:
+                device = self._devices.by_uuid.get(uuid)
+                claim = {field: (value, "exporter") for field, value in device.owner.items()} if device else {}
+                listed = [job for job, held in jobs.items() if uuid in held]
+                if len(listed) == 1:
+                    claim["job"] = (scheduled.get(listed[0], listed[0]), "job mapping")
+                elif listed:  # one of them
+                    claim.pop("job", None)
+                claims.append(claim)
+            in_pod = key in places and bool(places[key].pod)
+            for field, statement in claims[0].items():
+                of_pod = field in ("namespace", "pod", "container")
+                if all(claim.get(field) == statement for claim in claims) and (in_pod or not of_pod):
+                    stated[key].setdefault(field, statement)
+
+    def _mapped_jobs(self) -> dict[str, list[str]]:
+        """Job as the mapping files name it -> its devices; of a divided one the partitions."""
+        jobs: dict[str, list[str]] = {}
+        usable = self._devices.all()
+        for name, listed in self.job_mapping.jobs.items():
+            parts = self._devices.parts([self._devices.named(name) or self._devices.numbered(name)])
+            for job in listed:
+                jobs.setdefault(job, []).extend(part for part in usable if part in parts)
+        return jobs
+
+    def _user(self, uid: int) -> str:
+        """The name of a user, "" where it has none; looked up once."""
+        if uid not in self._names:
+            try:
+                self._names[uid] = pwd.getpwuid(uid).pw_name
+            except KeyError:
+                self._names[uid] = ""
+        return self._names[uid]
+
+
+def _ancestors(facts: ProcessFacts, by_pid: Mapping[int, ProcessFacts]) -> Iterator[ProcessFacts]:
+    """The ancestors of a process among those that matter, nearest first; a pid that was given again ends them."""
+    passed = {facts.pid}
+    ancestor = by_pid.get(facts.parent_pid)
+    while ancestor is not None and ancestor.pid not in passed:
+        yield ancestor
+        passed.add(ancestor.pid)
+        ancestor = by_pid.get(ancestor.parent_pid)
+
+
+def _inherit_jobs(processes: Mapping[str, ProcessFacts], stated: Mapping[str, Statements]) -> None:
+    """Give a process of no job that of its nearest ancestor that has one: workers whose environment was rewritten."""
+    by_pid = {facts.pid: facts for facts in processes.values()}
+    for key, facts in processes.items():
+        if "job" in stated[key]:
+            continue
+        for ancestor in _ancestors(facts, by_pid):
+            above = stated[ancestor.key]
+            if "job" in above:
+                for field in _OF_A_JOB:
+                    if field in above:
+                        value, source = above[field]
+                        inherited = source if source.startswith("process ") else f"process {ancestor.pid}"
+                        stated[key].setdefault(field, (value, inherited))
+                break
+
+
+def _state_ranks_once(
+    processes: Mapping[str, ProcessFacts],
+    stated: Mapping[str, Statements],
+    used: Mapping[str, Collection[str]],
+    places: Mapping[str, ContainerPlace],
+) -> None:
+    """Leave the rank to one of the processes that have its variables: the others wrap it, or it started them.
+
+    It is the first that is on a device, else that has a framework, else that began. Where a rank of one launcher starts
+    those of another, as a task of Slurm does that is torchrun, the inner ones are the ranks.
+    """
+    by_pid = {facts.pid: facts for facts in processes.values()}
+    ranks = {key: facts for key, facts in processes.items() if "rank" in stated[key]}
+
+    def alike(facts: ProcessFacts) -> tuple[object, ...]:
+        own = stated[facts.key]
+        numbers = (own[field][0] if field in own else None for field in _OF_A_RANK)
+        return (rank_of(facts.environment), *numbers, *map(facts.environment.get, LAUNCH), places.get(facts.key))
+
+    same: dict[tuple[object, ...], list[ProcessFacts]] = {}
+    outer: set[tuple[object, ...]] = set()
+    identities: dict[str, tuple[object, ...]] = {}
+    for key, facts in sorted(ranks.items(), key=lambda item: (item[1].start_ticks, item[1].pid)):
+        above = [ancestor for ancestor in _ancestors(facts, by_pid) if ancestor.key in ranks]
+        job: object = stated[key].get("job", ("", ""))[0]
+        if not job:  # two launches of nobody may look alike
+            job = next((other.key for other in reversed(above) if alike(other) == alike(facts)), key)
+        identities[key] = (job, *alike(facts))
+        same.setdefault(identities[key], []).append(facts)
+        launcher = rank_of(facts.environment)[:1]
+        outer.update(identities[other.key] for other in above if rank_of(other.environment)[:1] != launcher)
+    for identity, several in same.items():
+        first = min(several, key=lambda facts: (not used.get(facts.key), not facts.frameworks))
+        for facts in several:
+            if facts is not first or identity in outer:
+                for field in _OF_A_RANK:
+                    stated[facts.key].pop(field, None)

@@ -1,0 +1,1 @@
+"""Probes by eBPF."""

@@ -1,0 +1,279 @@
+"""ELF symbols, memory maps of a process, names of addresses, uprobes.
+
+bounded. Files are read, not mapped: one that is cut meanwhile must not end the agent.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from traceloom.agent.collectors.collector import read
+from traceloom.agent.collectors.processes import MOST_MAPS
+from traceloom.agent.probes.ebpf import attach
+
+_HEADER = struct.Struct("<16xHHIQQQIHHHHHH")
+_SECTION = struct.Struct("<IIQQQQIIQQ")
+_SEGMENT = struct.Struct("<IIQQQQQQ")
+_SYMBOL = struct.Struct("<IBBHQQ")
+_SYMBOLS, _DYNAMIC_SYMBOLS, _TEXTS = 2, 11, 3
+_OBJECT, _FUNCTION = 1, 2
+_LOADED, _UNWIND_INDEX = 1, 0x6474E550
+_MOST_SECTIONS, _MOST_SEGMENTS = 4096, 256
+_MOST_TABLE = 1 << 29  # bytes
+_MOST_NAME = 4096
+_PIECE = _SYMBOL.size * 43690  # about 1 MiB
+
+
+class Segment(NamedTuple):
+    """Bytes of the file that are loaded at an address."""
+
+    address: int
+    offset: int
+    size: int
+
+
+class SymbolTable(NamedTuple):
+    """Where symbols and their names lie in the file."""
+
+    offset: int
+    size: int
+    names_offset: int
+    names_size: int
+
+
+class Function(NamedTuple):
+    """A function: its name as the linker has it, where it is loaded, where it lies in the file."""
+
+    name: str
+    address: int
+    offset: int
+
+
+class Elf:
+    """An ELF file of 64 bits, little endian.
+
+    Args:
+        descriptor: The open file; it stays the caller's.
+
+    Raises:
+        OSError: It cannot be read, or is something else.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._size = os.fstat(descriptor).st_size
+        header = self._read(0, _HEADER.size)
+        if header[:6] != b"\x7fELF\x02\x01" or len(header) < _HEADER.size:
+            raise OSError(errno.ENOEXEC, "it is no ELF file of 64 bits")
+        _, _, _, self.entry, segments, sections, _, _, segment_size, segment_number, section_size, number, _ = (
+            _HEADER.unpack(header)
+        )
+        if segment_size != _SEGMENT.size or (number and section_size != _SECTION.size):
+            raise OSError(errno.ENOEXEC, "its headers have another size than ELF's")
+        parts = [
+            (kind, Segment(address, offset, size))
+            for kind, _, offset, address, _, size, _, _ in _SEGMENT.iter_unpack(
+                self._whole(segments, min(segment_number, _MOST_SEGMENTS) * _SEGMENT.size)
+            )
+        ]
+        self.segments = [segment for kind, segment in parts if kind == _LOADED]
+        self.unwind_index = next((segment for kind, segment in parts if kind == _UNWIND_INDEX), None)
+        rows = list(_SECTION.iter_unpack(self._whole(sections, min(number, _MOST_SECTIONS) * _SECTION.size)))
+        self.tables: list[SymbolTable] = []  # that of exported functions first
+        for kind in (_DYNAMIC_SYMBOLS, _SYMBOLS):
+            for _, section_kind, _, _, offset, size, link, _, _, entry_size in rows:
+                if section_kind != kind or entry_size != _SYMBOL.size or link >= len(rows) or rows[link][1] != _TEXTS:
+                    continue
+                table = SymbolTable(offset, size, rows[link][4], rows[link][5])
+                if max(table) <= _MOST_TABLE + self._size and offset + size <= self._size:
+                    self.tables.append(table)
+
+    def find(self, beginning: str, kind: int = _FUNCTION) -> Function | None:
+        """The first function whose name begins so; exported ones come before others."""
+        word = beginning.encode()
+        for table in self.tables:
+            for name in self._occurrences(table.names_offset, min(table.names_size, _MOST_TABLE), word):
+                for position in self._occurrences(table.offset, min(table.size, _MOST_TABLE), struct.pack("<I", name)):
+                    if position % _SYMBOL.size:
+                        continue
+                    row = self._read(table.offset + position, _SYMBOL.size)
+                    _, info, _, section, address, _ = _SYMBOL.unpack(row)
+                    offset = self.offset_of(address)
+                    if info & 0xF == kind and section and offset is not None:
+                        return Function(self.name(table, name), address, offset)
+        return None
+
+    def find_data(self, name: str) -> int | None:
+        """The address of an object with this name."""
+        data = self.find(f"{name}\0", _OBJECT)
+        return None if data is None else data.address
+
+    def name(self, table: SymbolTable, position: int) -> str:
+        """The name at a position of a table's names."""
+        length = max(min(_MOST_NAME, table.names_size - position), 0)
+        return self._read(table.names_offset + position, length).partition(b"\0")[0].decode(errors="replace")
+
+    def offset_of(self, address: int) -> int | None:
+        """Where the byte that is loaded at an address lies in the file."""
+        for segment in self.segments:
+            if segment.address <= address < segment.address + segment.size:
+                return address - segment.address + segment.offset
+        return None
+
+    def address_of(self, offset: int) -> int | None:
+        """At which address the byte at an offset of the file is loaded."""
+        for segment in self.segments:
+            if segment.offset <= offset < segment.offset + segment.size:
+                return offset - segment.offset + segment.address
+        return None
+
+    def at(self, address: int, size: int) -> bytes:
+        """The bytes that are loaded at an address; fewer, or none, where the file has no more."""
+        offset = self.offset_of(address)
+        return b"" if offset is None else self._read(offset, size)
+
+    def bytes_of(self, table: SymbolTable) -> bytes:
+        """The rows of a table."""
+        return self._read(table.offset, min(table.size, _MOST_TABLE))
+
+    def _occurrences(self, offset: int, size: int, word: bytes) -> Iterator[int]:
+        """Where a word stands in a part of the file, counted from the part's start."""
+        start, kept = 0, b""
+        while start < size:
+            piece = self._read(offset + start, min(_PIECE, size - start))
+            if not piece:
+                return
+            text = kept + piece
+            position = text.find(word)
+            while position >= 0:
+                yield start - len(kept) + position
+                position = text.find(word, position + 1)
+            start += len(piece)
+            kept = text[max(len(text) - len(word) + 1, 0) :]
+
+    def _whole(self, offset: int, size: int) -> bytes:
+        content = self._read(offset, size)
+        if len(content) < size:
+            raise OSError(errno.ENOEXEC, "its headers lie beyond its end")
+        return content
+
+    def _read(self, offset: int, size: int) -> bytes:
+        if offset > self._size:
+            return b""
+        parts = []
+        while size > 0 and (part := os.pread(self._descriptor, min(size, 1 << 24), offset)):
+            parts.append(part)
+            offset, size = offset + len(part), size - len(part)
+        return b"".join(parts)
+
+
+_LINE = re.compile(
+    rb"^([0-9a-f]{1,16})-([0-9a-f]{1,16}) ..(.). ([0-9a-f]{1,16}) [0-9a-f]+:[0-9a-f]+ (\d{1,20}) +(/[^\n]*)$",
+    re.MULTILINE,
+)
+
+
+class Mapping(NamedTuple):
+    """A part of a file in a process's memory."""
+
+    start: int
+    end: int
+    executable: bool
+    offset: int
+    inode: int
+    path: str
+
+
+def mappings(process: int, proc: Path = Path("/proc")) -> list[Mapping]:
+    """The files that a process has mapped, by address.
+
+    Raises:
+        OSError: It has ended, or is not ours to look at.
+    """
+    return [
+        Mapping(int(start, 16), int(end, 16), executable == b"x", int(offset, 16), int(inode), os.fsdecode(path))
+        for start, end, executable, offset, inode, path in _LINE.findall(read(f"{proc}/{process}/maps", MOST_MAPS))
+    ]
+
+
+def open_mapped(process: int, mapping: Mapping, proc: Path = Path("/proc")) -> int:
+    """Open the file of a mapping, where the kernel lets us also one that was replaced or removed since; the descriptor.
+
+    Raises:
+        OSError: It is gone, cannot be read, or another file lies there now.
+    """
+    # A process may put a pipe there, which would wait for a writer, or a link to what it may not read itself.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        return _checked(os.open(f"{proc}/{process}/root{mapping.path}", flags | os.O_NOFOLLOW), mapping)
+    except OSError:
+        mapped = f"{proc}/{process}/map_files/{mapping.start:x}-{mapping.end:x}"
+        try:  # whatever lies at its path: the kernel leads to the file itself
+            return _checked(os.open(mapped, flags), mapping)
+        except OSError:
+            pass
+        raise
+
+
+def _checked(descriptor: int, mapping: Mapping) -> int:
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_ino != mapping.inode:
+        os.close(descriptor)
+        raise OSError(errno.ESTALE, f"{mapping.path} is another file by now")
+    return descriptor
+
+
+class Uprobes:
+    """Probes of a file that processes map; each program runs in every process that maps it, or in one.
+
+    Args:
+        descriptor: The open file; it is closed with the probes.
+        process: Of this process alone.
+
+    Raises:
+        OSError: The file is no library.
+    """
+
+    def __init__(self, descriptor: int, process: int | None = None) -> None:
+        self._descriptor = descriptor
+        self._process = process
+        self._probes: list[int] = []
+        try:
+            self.elf = Elf(descriptor)
+        except OSError:
+            os.close(descriptor)
+            raise
+
+    def find(self, beginning: str) -> Function:
+        """The function whose name begins so.
+
+        Raises:
+            OSError: There is none.
+        """
+        function = self.elf.find(beginning)
+        if function is None:
+            raise OSError(errno.ENOENT, f"it has no function {beginning}")
+        return function
+
+    def attach(self, function: Function, program: int, *, at_return: bool = False) -> None:
+        """Run a program whenever the function is entered, or left.
+
+        Raises:
+            OSError: The kernel does not let us.
+        """
+        # Of the very file that was looked into, whatever lies at its path now.
+        path = f"/proc/self/fd/{self._descriptor}"
+        self._probes.append(attach(program, path, function.offset, at_return=at_return, process=self._process))
+
+    def close(self) -> None:
+        """Take the probes away."""
+        for probe in (*self._probes, self._descriptor):
+            os.close(probe)
+        self._probes = []

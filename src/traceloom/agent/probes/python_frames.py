@@ -1,0 +1,280 @@
+"""Frames of Python in a process, read from outside: where each thread's newest frame is, and what a frame says.
+
+CPython 3.11 to 3.13, which keep frames in one way; from 3.13 on the interpreter says itself where its fields lie. All
+that is read is a stranger's: it is bounded, and what is not as it should be is no frame.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from traceloom.agent.probes.elf import Elf, Mapping, mappings, open_mapped
+
+EVALUATES = "_PyEval_EvalFrameDefault\0"
+FRAME_BYTES = 64  # of a frame in which all that is needed lies
+_MOST_THREADS, _MOST_INTERPRETERS = 4096, 64
+_MOST_LINE = (1 << 31) - 1
+_TRIES = 8
+_MOST_TEXT = 4096
+_MOST_TABLE = 1 << 20
+_TYPE_AT = 8
+_COOKIE = b"xdebugpy"
+
+
+class InterpreterLayout(NamedTuple):
+    """Where fields lie in the interpreter's structures.
+
+    Attributes:
+        newest: Of a thread's newest frame in its state, or of the structure that has it.
+        newest_behind: In that structure; None where there is none.
+    """
+
+    interpreters: int
+    interpreter_next: int
+    threads: int
+    thread_next: int
+    thread_id: int
+    newest: int
+    newest_behind: int | None
+    code: int
+    previous: int
+    instruction: int
+    file: int
+    name: int
+    lines: int
+    first_line: int
+    instructions: int
+    text_length: int
+    text_state: int
+    ascii_text: int
+    text: int
+    bytes_size: int
+    bytes_content: int
+
+
+# As compilers lay out the structures of its headers, on 64 bits; they do not change within a minor version.
+_LAYOUTS = {
+    (3, 11): InterpreterLayout(40, 0, 16, 8, 160, 56, 8, 32, 48, 56, 112, 120, 136, 72, 184, 16, 32, 48, 72, 16, 32),
+    (3, 12): InterpreterLayout(40, 0, 72, 8, 144, 56, 0, 0, 8, 56, 112, 120, 136, 68, 192, 16, 32, 40, 56, 16, 32),
+}
+# Of 3.13: which of the numbers after the cookie (`_Py_DebugOffsets`) they are.
+_OFFSETS = struct.Struct("<8s96Q")
+_NUMBERS_3_13 = {
+    "interpreters": 5, "interpreter_next": 8, "threads": 9, "thread_next": 21, "newest": 23, "thread_id": 25,
+    "previous": 29, "code": 30, "instruction": 31, "file": 35, "name": 36, "lines": 38, "first_line": 39,
+    "instructions": 43,
+}  # fmt: skip
+
+
+class PythonThread(NamedTuple):
+    """A thread: the address of its state, and its number in its container."""
+
+    state: int
+    number: int
+
+
+class PythonFrames:
+    """The interpreter of a process.
+
+    Raises:
+        OSError: The process runs no Python that is known here, or is not ours to look into.
+    """
+
+    def __init__(self, process: int, proc: Path = Path("/proc")) -> None:
+        self._process, self._proc = process, proc
+        self._inner: dict[int, int] = {}  # numbers of threads in their container
+        self._descriptions: dict[tuple[int, int], tuple[str, str, int] | None] = {}
+        self.file, elf, bias = self._interpreter()
+        runtime, version, code_type = (elf.find_data(name) for name in ("_PyRuntime", "Py_Version", "PyCode_Type"))
+        os.close(self._descriptor)
+        if runtime is None or version is None or code_type is None:
+            raise OSError(errno.ENOTSUP, "its Python is older than 3.11")
+        self._runtime, self._code_type = runtime + bias, code_type + bias
+        self._memory = os.open(proc / str(process) / "mem", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            number = self._number(version + bias, 4)
+            self.layout = self._layout((number >> 24, number >> 16 & 0xFF))
+        except OSError:
+            os.close(self._memory)
+            raise
+        namespaces = [(self._proc / name / "ns/pid").readlink() for name in ("self", str(process))]
+        self._same_numbers = namespaces[0] == namespaces[1]
+
+    def threads(self) -> dict[int, PythonThread | None]:
+        """Its threads by their numbers for the kernel; None where one is none of Python, or that could not be made out.
+
+        Raises:
+            OSError: The process has ended, or its threads changed faster than they were read.
+        """
+        before, states = None, self._states()
+        for _ in range(_TRIES):
+            before, states = states, self._states()
+            if states == before:
+                break
+        else:
+            raise OSError(errno.EAGAIN, "its threads come and go")
+        result: dict[int, PythonThread | None] = {}
+        inside: dict[int, int] = {}
+        for task in (self._proc / str(self._process) / "task").iterdir():
+            number = int(task.name)
+            if self._same_numbers:
+                inner = number
+            elif number in self._inner:
+                inner = self._inner[number]
+            else:
+                status = (task / "status").read_bytes()
+                inner = int(status.partition(b"\nNSpid:")[2].partition(b"\n")[0].split()[-1])
+            state = states.get(inner)
+            result[number] = None if state is None else PythonThread(state, inner)
+            inside[number] = inner
+        self._inner = inside
+        return result
+
+    def _states(self) -> dict[int, int]:
+        """By the number of a thread in its container the address of its state."""
+        layout = self.layout
+        result: dict[int, int] = {}
+        interpreters = self._chain(
+            self._number(self._runtime + layout.interpreters), layout.interpreter_next, _MOST_INTERPRETERS
+        )
+        left = _MOST_THREADS
+        for interpreter in interpreters:
+            # The newest comes first. It has the number of its maker at first, whose own state comes later, and counts.
+            for state in self._chain(self._number(interpreter + layout.threads), layout.thread_next, left):
+                result[self._number(state + layout.thread_id)] = state
+                left -= 1
+        return result
+
+    def describe(self, code: int, instruction: int) -> tuple[str, str, int] | None:
+        """The function, file and line of a frame; None where that is no frame of Python."""
+        key = (code, instruction)
+        if key not in self._descriptions:
+            self._descriptions[key] = None
+            with contextlib.suppress(OSError, struct.error, UnicodeDecodeError):
+                self._descriptions[key] = self._described(code, instruction)
+        return self._descriptions[key]
+
+    def close(self) -> None:
+        """Let go of the process."""
+        os.close(self._memory)
+
+    def _described(self, code: int, instruction: int) -> tuple[str, str, int] | None:
+        layout = self.layout
+        if self._number(code + _TYPE_AT) != self._code_type:
+            return None
+        name, file = self._text(self._number(code + layout.name)), self._text(self._number(code + layout.file))
+        if file == "<shim>" or name.startswith("<interpreter"):
+            return None  # the interpreter's own, where C calls Python
+        table = self._number(code + layout.lines)
+        size = self._number(table + layout.bytes_size)
+        if size > _MOST_TABLE:
+            return None
+        lines = self._read(table + layout.bytes_content, size)
+        unit = (instruction - code - layout.instructions) // 2
+        first_line = self._number(code + layout.first_line, 4)
+        return name, file, max(1, min(line_at(lines, first_line, unit) or first_line, _MOST_LINE))
+
+    def _interpreter(self) -> tuple[Mapping, Elf, int]:
+        """The file with the interpreter, and where it is loaded beyond the addresses that it names."""
+        seen = set()
+        for mapping in mappings(self._process, self._proc):
+            if mapping.inode in seen or not mapping.path.rpartition("/")[2].startswith(("python", "libpython")):
+                continue
+            seen.add(mapping.inode)
+            with contextlib.suppress(OSError):
+                descriptor = open_mapped(self._process, mapping, self._proc)
+                try:
+                    elf = Elf(descriptor)
+                    address = elf.address_of(mapping.offset)
+                    if elf.find(EVALUATES) is not None and address is not None:
+                        self._descriptor = descriptor
+                        return mapping, elf, mapping.start - address
+                except OSError:
+                    pass
+                os.close(descriptor)
+        raise OSError(errno.ENOENT, "it runs no Python")
+
+    def _layout(self, version: tuple[int, int]) -> InterpreterLayout:
+        if version in _LAYOUTS:
+            return _LAYOUTS[version]
+        if version != (3, 13):
+            raise OSError(errno.ENOTSUP, f"its Python is {version[0]}.{version[1]}: frames of 3.11 to 3.13 are known")
+        cookie, *numbers = _OFFSETS.unpack(self._read(self._runtime, _OFFSETS.size))
+        offsets = [0, *numbers]
+        if cookie != _COOKIE or offsets[2]:
+            raise OSError(errno.ENOTSUP, "its Python is one without a global lock")
+        base = _LAYOUTS[3, 12]
+        fields = {name: offsets[number] for name, number in _NUMBERS_3_13.items()}
+        frame = (fields["code"], fields["previous"], fields["instruction"])
+        if max(fields.values()) > 1 << 20 or max(frame) > FRAME_BYTES - 8:
+            raise OSError(errno.ENOTSUP, "its Python does not say where its frames are")
+        return base._replace(**fields, newest_behind=None)
+
+    def _chain(self, first: int, following: int, most: int) -> Iterator[int]:
+        for _ in range(most):
+            if not first:
+                return
+            yield first
+            first = self._number(first + following)
+
+    def _text(self, address: int) -> str:
+        layout = self.layout
+        length, state = self._number(address + layout.text_length), self._number(address + layout.text_state, 4)
+        kind, ascii_only = state >> 2 & 7, state >> 6 & 1
+        if kind not in {1, 2, 4}:
+            raise OSError(errno.EINVAL, "no text")
+        size = min(length, _MOST_TEXT) * kind
+        content = self._read(address + (layout.ascii_text if ascii_only else layout.text), size)
+        return content.decode({1: "latin-1", 2: "utf-16-le", 4: "utf-32-le"}[kind], errors="replace")
+
+    def _number(self, address: int, size: int = 8) -> int:
+        return int.from_bytes(self._read(address, size), "little")
+
+    def _read(self, address: int, size: int) -> bytes:
+        if not 0 < address < 1 << 62:
+            raise OSError(errno.EFAULT, "no address")
+        content = os.pread(self._memory, size, address)
+        if len(content) < size:
+            raise OSError(errno.ESRCH, "the process has ended")
+        return content
+
+
+def line_at(table: bytes, first_line: int, unit: int) -> int:
+    """The line of an instruction, which is so many units of two bytes behind the first (PEP 626); 0: it has none."""
+    at, line, units = 0, first_line, 0
+
+    def number() -> int:
+        nonlocal at
+        value = shift = 0
+        while at < len(table):
+            byte = table[at]
+            at += 1
+            value |= (byte & 0x3F) << shift
+            shift += 6
+            if not byte & 0x40:
+                break
+        return value
+
+    while at < len(table):
+        kind, length = table[at] >> 3 & 15, (table[at] & 7) + 1
+        at += 1
+        if kind in {13, 14}:
+            change = number()
+            line += -(change >> 1) if change & 1 else change >> 1
+            for _ in range(3 if kind == 14 else 0):
+                number()
+        elif kind in {10, 11, 12}:
+            line += kind - 10
+            at += 2
+        elif kind < 10:
+            at += 1
+        units += length
+        if unit < units:
+            return line if kind != 15 else 0
+    return first_line

@@ -1,0 +1,160 @@
+"""Names of the functions that addresses of a process lie in. Runs in a worker: it reads whole symbol tables."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from bisect import bisect_right
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from traceloom.agent.probes.elf import Elf, Mapping, SymbolTable, mappings, open_mapped
+from traceloom.agent.probes.unwinding import END, UnwindRule, rule
+
+_MOST_FILES = 1024
+_MOST_NAME = 1000  # letters; those of templates may be longer than anybody reads
+_FUNCTION = 2
+
+
+class _Functions(NamedTuple):
+    """Functions of a file by address; arrays of shape (functions,)."""
+
+    addresses: Any
+    ends: Any
+    names: Any
+    table: SymbolTable
+
+
+class _MappedFile:
+    """A file that a process has mapped, kept open: it may be gone when its names are asked for."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.elf = Elf(descriptor)
+        self._tables: list[_Functions] | None = None
+
+    def name(self, offset: int) -> str:
+        """The function at an offset of the file; "" where none is known."""
+        address = self.elf.address_of(offset)
+        if address is None:
+            return ""
+        if self._tables is None:
+            # The table of all symbols knows more than that of the exported ones.
+            self._tables = [_functions(self.elf, table) for table in reversed(self.elf.tables)]
+        for functions in self._tables:
+            index = int(functions.addresses.searchsorted(address, "right")) - 1
+            if index >= 0 and address < functions.ends[index]:
+                return self.elf.name(functions.table, int(functions.names[index]))
+        return ""
+
+
+class Symbols:
+    """Names of addresses of one process, also after it has ended.
+
+    Args:
+        process: Its pid.
+        proc: Where /proc is mounted.
+    """
+
+    def __init__(self, process: int, proc: Path = Path("/proc")) -> None:
+        self._process, self._proc = process, proc
+        self._mappings: list[Mapping] = []
+        self._files: dict[tuple[int, str], _MappedFile | None] = {}
+        self._names: dict[int, tuple[str, str]] = {}
+        self._demangle = _demangler()
+
+    def look(self) -> None:
+        """Take what the process has mapped now.
+
+        Raises:
+            OSError: It has ended; what was taken before is kept.
+        """
+        now = [mapping for mapping in mappings(self._process, self._proc) if mapping.executable]
+        self._mappings = now or self._mappings  # one that has just ended has no mappings left
+        for mapping in self._mappings:
+            key = (mapping.inode, mapping.path)
+            if key in self._files or len(self._files) >= _MOST_FILES:
+                continue
+            self._files[key] = None
+            with contextlib.suppress(OSError):  # deleted, or no ELF file: its functions have no names
+                descriptor = open_mapped(self._process, mapping, self._proc)
+                try:
+                    self._files[key] = _MappedFile(descriptor)
+                except OSError:
+                    os.close(descriptor)
+
+    def name(self, address: int) -> tuple[str, str]:
+        """The function at an address and the name of its library; where it has no name, `library+0x12`."""
+        if address not in self._names:
+            mapping = self._mapping_of(address)
+            self._names[address] = (hex(address), "")
+            if mapping is not None:
+                file, offset = self._file_of(address)
+                library = mapping.path.rpartition("/")[2]
+                name = file.name(offset) if file is not None else ""
+                self._names[address] = (self.plain(name) if name else f"{library}+{offset:#x}"), library
+        return self._names[address]
+
+    def rule(self, address: int) -> UnwindRule:
+        """The way from an instruction to the caller of its function."""
+        file, offset = self._file_of(address)
+        at = file.elf.address_of(offset) if file is not None else None
+        return END if file is None or at is None else rule(file.elf, at)
+
+    def lies_in(self, address: int, other: Mapping) -> bool:
+        """Whether an address is one of the file of a mapping."""
+        mapping = self._mapping_of(address)
+        return mapping is not None and (mapping.inode, mapping.path) == (other.inode, other.path)
+
+    def plain(self, name: str) -> str:
+        """A name of C++ as it is written in its source."""
+        return self._demangle(name)[:_MOST_NAME]
+
+    def _mapping_of(self, address: int) -> Mapping | None:
+        index = bisect_right(self._mappings, address, key=lambda mapping: mapping.start) - 1
+        return self._mappings[index] if index >= 0 and address < self._mappings[index].end else None
+
+    def _file_of(self, address: int) -> tuple[_MappedFile | None, int]:
+        """The file that an address lies in, and where in it."""
+        mapping = self._mapping_of(address)
+        if mapping is None:
+            return None, 0
+        return self._files.get((mapping.inode, mapping.path)), address - mapping.start + mapping.offset
+
+
+def _functions(elf: Elf, table: SymbolTable) -> _Functions:
+    import numpy as np
+
+    row = np.dtype([("name", "<u4"), ("info", "u1"), ("_", "u1"), ("section", "<u2"), ("at", "<u8"), ("size", "<u8")])
+    content = elf.bytes_of(table)
+    rows = np.frombuffer(content, row, len(content) // row.itemsize)
+    rows = rows[(rows["info"] & 0xF == _FUNCTION) & (rows["section"] != 0) & (rows["at"] < 1 << 62)]
+    rows = rows[np.argsort(rows["at"], kind="stable")]
+    following = np.append(rows["at"][1:], rows["at"][-1:] + np.uint64(1))
+    # Those written in assembler may have no size: they reach to the next one.
+    ends = np.where(rows["size"] == 0, following, rows["at"] + np.minimum(rows["size"], 1 << 32))
+    return _Functions(rows["at"], ends, rows["name"], table)
+
+
+def _demangler() -> Callable[[str], str]:
+    """The function of C++'s library that every process with PyTorch has; without it names stay as linkers see them."""
+    try:
+        library, c = ctypes.CDLL("libstdc++.so.6"), ctypes.CDLL(None)
+        demangle, free = library["__cxa_demangle"], c["free"]
+    except (OSError, AttributeError):
+        return str
+    demangle.restype, free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+
+    def plain(name: str) -> str:
+        if not name.startswith("_Z"):
+            return name
+        address = demangle(name.encode(), None, None, ctypes.byref(ctypes.c_int()))
+        if not address:
+            return name
+        try:
+            return ctypes.string_at(address).decode(errors="replace")
+        finally:
+            free(address)
+
+    return plain

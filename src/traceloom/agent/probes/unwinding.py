@@ -1,0 +1,303 @@
+"""How to get from a function's frame to its caller's, from the tables for exceptions that libraries carry.
+
+Libraries are built without frame pointers; what leads back through them is `.eh_frame` (DWARF 5, section 6.4, and the
+Linux Standard Base). It is a stranger's: all reading is bounded, what is damaged or not understood ends a stack.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from typing import NamedTuple
+
+from traceloom.agent.probes.ebpf import machine
+from traceloom.agent.probes.elf import Elf
+
+
+class From(enum.IntEnum):
+    """What the caller's frame is found from. `END`: there is no way on."""
+
+    END, STACK, FRAME, BEHIND_FRAME = range(4)
+
+
+class UnwindRule(NamedTuple):
+    """The way to the caller's frame from one place in a function.
+
+    Attributes:
+        base: The register that `offset` counts from; `BEHIND_FRAME`: the end of the frame is read from there, and the
+            caller's frame register is what the frame register points to (functions that align their frame).
+        offset: To the end of the frame, the canonical frame address.
+        frame: Where the caller's frame register is kept, from that end; 0: it is unchanged.
+        returns_to: Where the address that it returns to is kept, from that end.
+    """
+
+    base: From
+    offset: int = 0
+    frame: int = 0
+    returns_to: int = 0
+
+
+END = UnwindRule(From.END)
+
+_MOST_ENTRY = 1 << 16  # bytes of a function's or a common entry
+_MOST_OFFSET = 1 << 20
+_MOST_STEPS = 10_000
+_SEARCHED = 0x3B  # of the index: pairs of four signed bytes, from the index's start
+_FDE = struct.Struct("<ii")
+_KINDS = {0: "<Q", 2: "<H", 3: "<I", 4: "<Q", 9: "", 10: "<h", 11: "<i", 12: "<q"}
+_DEREFERENCE, _BASED = 0x06, 0x70
+
+
+class _DamagedTableError(Exception):
+    """The table is not as it should be."""
+
+
+class _TableReader:
+    """Bytes of a table, one value after the other."""
+
+    def __init__(self, content: bytes, address: int) -> None:
+        self.content, self.address, self.at = content, address, 0
+
+    def number(self, form: str) -> int:
+        try:
+            (value,) = struct.unpack_from(form, self.content, self.at)
+        except struct.error:
+            raise _DamagedTableError from None
+        self.at += struct.calcsize(form)
+        return int(value)
+
+    def leb(self, *, signed: bool = False) -> int:
+        value = shift = 0
+        while True:
+            byte = self.number("<B")
+            value |= (byte & 0x7F) << shift
+            shift += 7
+            if not byte & 0x80:
+                return value - (1 << shift) if signed and byte & 0x40 else value
+            if shift > 63:
+                raise _DamagedTableError
+
+    def pointer(self, encoding: int) -> int:
+        """An address as DW_EH_PE says; relative to where it stands, or absolute."""
+        start = self.address + self.at
+        form = _KINDS.get(encoding & 0x0F)
+        if form is None or encoding & 0x70 not in {0, 0x10}:
+            raise _DamagedTableError
+        value = self.number(form) if form else self.leb(signed=True)
+        return (value + start if encoding & 0x70 else value) % 2**64
+
+    def block(self) -> bytes:
+        size = self.leb()
+        if self.at + size > len(self.content):
+            raise _DamagedTableError
+        self.at += size
+        return self.content[self.at - size : self.at]
+
+
+class _Common(NamedTuple):
+    """What entries of functions have in common."""
+
+    code: int
+    data: int
+    returns: int
+    encoding: int
+    augmented: bool
+    program: bytes
+
+
+def rule(elf: Elf, address: int) -> UnwindRule:
+    """The way to the caller from the instruction at an address of a file, as the file has it."""
+    try:
+        return _rule(elf, address)
+    except _DamagedTableError:
+        return END
+
+
+def _rule(elf: Elf, address: int) -> UnwindRule:
+    position = _entry_of(elf, address)
+    if position is None:
+        return END
+    entry = _entry(elf, position)
+    start = entry.address + entry.at
+    common_at = start - entry.number("<I")
+    common = _common(_entry(elf, common_at))
+    first = entry.pointer(common.encoding)
+    size = entry.pointer(common.encoding & 0x0F)
+    if not first <= address < first + size:
+        return END
+    if common.augmented:
+        entry.block()
+    rows = _Rows(common)
+    rows.run(_TableReader(common.program, 0), None)
+    rows.first = dict(rows.registers)
+    rows.run(_TableReader(entry.content[entry.at :], 0), address - first)
+    return rows.rule()
+
+
+def _entry_of(elf: Elf, address: int) -> int | None:
+    """Where the entry of the function with this address is loaded, by the index that is sorted by address."""
+    if elf.unwind_index is None:
+        return None
+    start, size = elf.unwind_index.address, elf.unwind_index.size
+    index = _TableReader(elf.at(start, min(size, 32)), start)
+    _, pointer, count, table = (index.number("<B") for _ in range(4))
+    if table != _SEARCHED:
+        return None
+    index.pointer(pointer)
+    entries = min(index.pointer(count), (size - index.at) // _FDE.size)
+    rows = start + index.at
+    low, high = 0, entries
+    while low < high:
+        middle = (low + high) // 2
+        if _row(elf, rows, middle)[0] + start <= address:
+            low = middle + 1
+        else:
+            high = middle
+    return _row(elf, rows, low - 1)[1] + start if low else None
+
+
+def _row(elf: Elf, rows: int, number: int) -> tuple[int, int]:
+    content = elf.at(rows + number * _FDE.size, _FDE.size)
+    if len(content) < _FDE.size:
+        raise _DamagedTableError
+    first, entry = _FDE.unpack(content)
+    return first, entry
+
+
+def _entry(elf: Elf, address: int) -> _TableReader:
+    """The entry at an address, without its length."""
+    head = elf.at(address, 4)
+    if len(head) < 4 or not 4 <= (size := int.from_bytes(head, "little")) <= _MOST_ENTRY:
+        raise _DamagedTableError
+    content = elf.at(address + 4, size)
+    if len(content) < size:
+        raise _DamagedTableError
+    return _TableReader(content, address + 4)
+
+
+def _common(entry: _TableReader) -> _Common:
+    if entry.number("<I") != 0:
+        raise _DamagedTableError
+    version = entry.number("<B")
+    end = entry.content.find(b"\0", entry.at)
+    if version not in {1, 3} or end < 0:
+        raise _DamagedTableError
+    augmentation, entry.at = entry.content[entry.at : end], end + 1
+    code, data = entry.leb(), entry.leb(signed=True)
+    returns = entry.leb() if version == 3 else entry.number("<B")
+    encoding = 0
+    if augmentation[:1] == b"z":
+        size = entry.leb()
+        after = entry.at + size
+        for letter in augmentation[1:]:
+            if letter == ord("R"):
+                encoding = entry.number("<B")
+            elif letter == ord("P"):
+                entry.pointer(entry.number("<B") & 0x7F)
+            elif letter == ord("L"):
+                entry.number("<B")
+            elif letter not in b"SB":
+                raise _DamagedTableError
+        entry.at = after
+    elif augmentation:
+        raise _DamagedTableError
+    return _Common(code, data, returns, encoding, augmentation[:1] == b"z", entry.content[entry.at :])
+
+
+class _Rows:
+    """The rows of a function's table, made one after the other by its program."""
+
+    def __init__(self, common: _Common) -> None:
+        self.common = common
+        self.base: int | None = None  # register; None: by `expression`
+        self.offset = 0
+        self.expression = b""
+        self.registers: dict[
+            int, int | bytes | None
+        ] = {}  # register -> where it is kept, or by which expression; None: nobody knows
+        self.first: dict[int, int | bytes | None] = {}
+        self._kept: list[tuple[int | None, int, bytes, dict[int, int | bytes | None]]] = []
+
+    def run(self, program: _TableReader, until: int | None) -> None:
+        """Run a program, up to the row of an offset in the function."""
+        at, data = 0, self.common.data
+        for _ in range(_MOST_STEPS):
+            if program.at >= len(program.content):
+                return
+            code = program.number("<B")
+            low = code & 0x3F
+            if code >> 6 == 1 or code in {0x02, 0x03, 0x04}:
+                ahead = low if code >> 6 else program.number({2: "<B", 3: "<H", 4: "<I"}[code])
+                at += ahead * self.common.code
+                if until is not None and at > until:
+                    return
+            elif code >> 6 == 2:
+                self.registers[low] = program.leb() * data
+            elif code >> 6 == 3:
+                self._restore(low)
+            elif code in {0x05, 0x11, 0x2F}:
+                register = program.leb()
+                sign = -1 if code == 0x2F else 1
+                self.registers[register] = sign * program.leb(signed=code == 0x11) * data
+            elif code == 0x06:
+                self._restore(program.leb())
+            elif code == 0x08:
+                self.registers.pop(program.leb(), None)
+            elif code == 0x10:
+                register = program.leb()
+                self.registers[register] = program.block()
+            elif code in {0x07, 0x09, 0x14, 0x15, 0x16}:
+                self.registers[program.leb()] = None
+                if code == 0x16:
+                    program.block()
+                elif code != 0x07:
+                    program.leb()
+            elif code == 0x0A:
+                self._kept.append((self.base, self.offset, self.expression, dict(self.registers)))
+            elif code == 0x0B:
+                if not self._kept:
+                    raise _DamagedTableError
+                self.base, self.offset, self.expression, self.registers = self._kept.pop()
+            elif code in {0x0C, 0x12}:
+                self.base = program.leb()
+                self.offset = program.leb(signed=code == 0x12) * (data if code == 0x12 else 1)
+            elif code == 0x0D:
+                self.base = program.leb()
+            elif code in {0x0E, 0x13}:
+                self.offset = program.leb(signed=code == 0x13) * (data if code == 0x13 else 1)
+            elif code == 0x0F:
+                self.base, self.expression = None, program.block()
+            elif code == 0x2E:
+                program.leb()
+            elif code not in {0x00, 0x2D}:
+                raise _DamagedTableError
+
+    def rule(self) -> UnwindRule:
+        """The way from the row that was made last."""
+        stack, frame = machine().unwound
+        returns = self.registers.get(self.common.returns)
+        kept = self.registers.get(frame, 0)
+        offset, at_frame = self.offset, _BASED + frame
+        if self.base in {stack, frame}:
+            base = From.STACK if self.base == stack else From.FRAME
+        elif self.base is None and self.expression[:1] == bytes([at_frame]) and kept == bytes([at_frame, 0]):
+            expression = _TableReader(self.expression, 0)
+            expression.at = 1
+            offset, kept = expression.leb(signed=True), 0
+            if self.expression[expression.at :] != bytes([_DEREFERENCE]):
+                return END
+            base = From.BEHIND_FRAME
+        else:
+            return END
+        # Of the first function of a thread nobody is the caller.
+        if not isinstance(returns, int) or not isinstance(kept, int):
+            return END
+        if max(abs(offset), abs(kept), abs(returns)) > _MOST_OFFSET:
+            return END
+        return UnwindRule(base, offset, kept, returns)
+
+    def _restore(self, register: int) -> None:
+        if register in self.first:
+            self.registers[register] = self.first[register]
+        else:
+            self.registers.pop(register, None)

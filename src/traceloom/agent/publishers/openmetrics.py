@@ -1,0 +1,179 @@
+"""OpenMetrics text, and DCGM names.
+
+Its counters lack the `_total` that OpenMetrics asks for, so in that format their type is `unknown`; Prometheus treats
+both alike.
+
+The name of the host is a label of `traceloom_host_info` alone: a scraper adds `instance` to everything.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+from prometheus_client.core import Metric as Family
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.openmetrics import exposition as openmetrics
+
+from traceloom.agent.accelerators.backend import Device, DeviceProcess
+from traceloom.agent.config import Config
+from traceloom.agent.metrics import METRICS, Histogram, Metric, Series
+from traceloom.agent.ownership.model import Process
+
+
+def dcgm_families(board: Readable, host: str) -> list[Family]:
+    """Families under the names of dcgm-exporter; series whose device is not known any more are left out."""
+    labels = device_labels(board, host)
+    out: dict[str, Family] = {}
+    for (name, values), value, _ in board.values():
+        metric = METRICS[name]
+        if not metric.dcgm:
+            continue
+        of_series = dict(zip(metric.labels, values, strict=True))
+        device = labels.get(of_series.get("device", ""))
+        if device is None:
+            continue
+        for alias in metric.dcgm:
+            if any(of_series.get(label) != wanted for label, wanted in alias.where):
+                continue
+            family = out.get(alias.name)
+            if family is None:
+                kind = "gauge" if alias.kind == "gauge" else "unknown"
+                family = out[alias.name] = Family(alias.name, f"{metric.help} As {metric.full_name}.", kind)
+            family.add_sample(alias.name, device, value * alias.factor)
+    return list(out.values())
+
+
+def device_labels(board: Readable, host: str) -> dict[str, dict[str, str]]:
+    """The labels of each device: of a partition those of the device it is part of, with its profile and number.
+
+    Pod, container and job are named where a device has exactly those of one: a series for each would count it twice.
+    """
+    owners: dict[str, set[tuple[str, str, str, str]]] = defaultdict(set)
+    for process in board.processes.values():
+        of = process.owner
+        scheduled = of.job.partition("-")[2] if of.scheduler in ("slurm", "pbs", "lsf", "flux") else ""
+        for uuid in {*process.devices, *process.owner.devices}:
+            owners[uuid].add((of.pod, of.namespace, of.container, scheduled))
+    out = {}
+    for uuid, device in board.devices.items():
+        whole = board.devices.get(device.parent, device)
+        labels = {
+            "gpu": whole.index,
+            "UUID": whole.uuid,
+            "pci_bus_id": whole.pci,
+            "device": f"nvidia{whole.index}",
+            "modelName": whole.model,
+            "Hostname": host,
+            "DCGM_FI_DRIVER_VERSION": whole.driver,
+        }
+        if device.parent:
+            profile, *numbers = device.partition.split()
+            labels |= {
+                "GPU_I_PROFILE": profile,
+                "GPU_I_ID": "".join(re.findall(r"\d+", " ".join(numbers))[:1]) or device.index,
+            }
+        owner = owners[uuid].copy() - {("", "", "", "")}
+        if len(owner) == 1:
+            names = ("pod", "namespace", "container", "hpc_job")
+            labels |= {name: value for name, value in zip(names, owner.pop(), strict=True) if value}
+        out[uuid] = {name: value for name, value in labels.items() if value}
+    return out
+
+
+class Readable(Protocol):
+    """The board, or as much of it as somebody may see."""
+
+    @property
+    def devices(self) -> Mapping[str, Device]:
+        """By their uuid."""
+
+    @property
+    def device_processes(self) -> Sequence[DeviceProcess]:
+        """Who is on them."""
+
+    @property
+    def processes(self) -> Mapping[str, Process]:
+        """By their key."""
+
+    def values(self) -> Iterator[tuple[Series, float, int]]:
+        """Every series, its value and its time."""
+
+    def histograms(self) -> Iterator[tuple[Histogram, int]]:
+        """Every histogram and its time."""
+
+
+class Families:
+    """What prometheus_client calls a collector: families of metrics with their samples."""
+
+    def __init__(self, families: list[Family]) -> None:
+        self.families = families
+
+    def collect(self) -> list[Family]:
+        """All of them."""
+        return self.families
+
+
+def render(board: Readable, config: Config, accept: str = "") -> tuple[bytes, str]:
+    """The text of all series, and its media type.
+
+    Args:
+        board: What is known now.
+        config: With `dcgm` in `compat` the names of dcgm-exporter follow ours.
+        accept: The scraper's `Accept` header; without OpenMetrics in it, the plain text format.
+    """
+    collected = families(board)
+    if "dcgm" in config.compat:
+        collected += dcgm_families(board, config.host_name)
+    registry = Families(collected)
+    if prefers_openmetrics(accept):
+        return openmetrics.generate_latest(registry), openmetrics.CONTENT_TYPE_LATEST  # type: ignore[no-untyped-call]
+    return generate_latest(registry), CONTENT_TYPE_PLAIN_0_0_4
+
+
+def prefers_openmetrics(accept: str) -> bool:
+    """Whether an `Accept` header likes OpenMetrics at least as well as any other kind of text."""
+    weights: dict[str, float] = {}
+    for choice in accept.split(","):
+        kind, *parameters = (part.strip() for part in choice.split(";"))
+        quality = next((p[2:] for p in parameters if p.startswith("q=")), "1")
+        try:
+            weights[kind] = max(weights.get(kind, 0.0), float(quality))
+        except ValueError:
+            continue
+    weight = weights.pop("application/openmetrics-text", 0.0)
+    return weight > 0 and weight >= max((weights.get(kind, 0.0) for kind in ("text/plain", "*/*")), default=0.0)
+
+
+def families(board: Readable) -> list[Family]:
+    """A family for each metric that has series, in the order in which metrics are declared."""
+    by_metric: dict[str, dict[tuple[str, ...], float]] = defaultdict(dict)
+    for (name, labels), value, _ in board.values():
+        by_metric[name][labels] = value  # a series stands there once, whoever delivers it
+    histograms: dict[str, list[Histogram]] = defaultdict(list)
+    for histogram, _ in board.histograms():
+        histograms[histogram.metric].append(histogram)
+    out = []
+    for name, metric in METRICS.items():
+        if name not in by_metric and name not in histograms:
+            continue
+        family = Family(metric.full_name.removesuffix("_total").removesuffix("_info"), metric.help, metric.kind)
+        family.unit = metric.unit
+        for values, value in by_metric[name].items():
+            family.add_sample(metric.full_name, _labels(metric, values), value)
+        for histogram in histograms[name]:
+            of = _labels(metric, histogram.labels)
+            for bound, count in zip((*metric.bounds, math.inf), (*histogram.counts, histogram.number), strict=True):
+                below = "+Inf" if bound == math.inf else repr(bound)
+                family.add_sample(f"{metric.full_name}_bucket", {**of, "le": below}, count)
+            family.add_sample(f"{metric.full_name}_count", of, histogram.number)
+            family.add_sample(f"{metric.full_name}_sum", of, histogram.total)
+        out.append(family)
+    return out
+
+
+def _labels(metric: Metric, values: tuple[str, ...]) -> dict[str, str]:
+    return {label: value for label, value in zip(metric.labels, values, strict=True) if value}

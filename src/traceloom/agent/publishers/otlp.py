@@ -1,0 +1,183 @@
+"""Metrics to an OpenTelemetry receiver, by OTLP over HTTP: names, units and attributes of the semantic conventions.
+
+The board is turned into the SDK's data points directly, not through instruments: their times are those of the
+collectors, a series that ended is not repeated, and histograms keep their buckets. The SDK's exporter encodes, sends,
+and tries again until `otlp.timeout`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import time
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from traceloom import __version__
+from traceloom.agent.config import Config
+from traceloom.agent.metrics import METRICS, Metric, Series
+from traceloom.agent.snapshot import Board
+from traceloom.errors import InputError
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.metrics.export import MetricExporter, MetricsData
+
+_OWN_COUNTS = ("job_", "step_", "dataloader_", "collector_", "agent_")  # begin with the agent
+_KINDS = {"gpu_": "gpu", "rdma_": "network"}  # what `hw.type` is
+
+
+class OtlpPublisher:
+    """`otlp.endpoint`: sends all of the board.
+
+    A delivery that fails is counted in `failures` and never raised; `trouble` says why the last one failed, or "".
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.failures = 0
+        self.trouble = ""
+        self._exporter: MetricExporter | None = None
+        self._log = _LastWords()
+
+    def start(self) -> None:
+        """Load the SDK.
+
+        Raises:
+            InputError: `no-extra`: it is not installed.
+        """
+        try:
+            from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+        except ImportError as error:
+            raise InputError(
+                "OTLP needs the OpenTelemetry SDK", slug="no-extra", where="otlp.endpoint",
+                hint="pip install 'traceloom[otlp]'",
+            ) from error  # fmt: skip
+        logger = logging.getLogger("opentelemetry.exporter")
+        logger.addHandler(self._log)  # what it says becomes our `trouble`: a line per minute in a log helps nobody
+        logger.propagate = False
+        otlp = self.config.otlp
+        endpoint = (
+            otlp.endpoint if urlsplit(otlp.endpoint).path.strip("/") else otlp.endpoint.rstrip("/") + "/v1/metrics"
+        )
+        self._exporter = OTLPMetricExporter(endpoint, headers=otlp.headers, timeout=otlp.timeout)
+
+    def put(self, board: Board) -> None:
+        """Send all of it; blocks, so it is called in a thread."""
+        from opentelemetry.sdk.metrics.export import MetricExportResult
+
+        if self._exporter is None:
+            return
+        self._log.words = ""
+        result = self._exporter.export(metrics_data(board, self.config), timeout_millis=1000 * self.config.otlp.timeout)
+        if result is MetricExportResult.SUCCESS:
+            self.trouble = ""
+        else:
+            self.failures += 1
+            self.trouble = f"{self.config.otlp.endpoint}: {self._log.words or 'not delivered'}"
+
+    def close(self) -> None:
+        """Give up what is on its way; from another thread than `put`, which may be waiting for the receiver."""
+        if self._exporter is not None:
+            self._exporter.shutdown()
+        logging.getLogger("opentelemetry.exporter").removeHandler(self._log)
+
+
+class _LastWords(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.words = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.words = record.getMessage()
+
+
+def metrics_data(board: Board, config: Config) -> MetricsData:
+    """The board in the structures of the SDK: cumulative sums with the time they count from, gauges, histograms.
+
+    Metrics that share a name in the conventions (`hw.errors` of GPUs and of RDMA ports) are one, told apart by
+    attributes.
+    """
+    from opentelemetry.sdk.metrics import export
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+    by_name: dict[str, tuple[Metric, list[export.NumberDataPoint]]] = {}
+    booted_ns = time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+    for series, value, at_ns in board.values():
+        metric = METRICS[series[0]]
+        if metric.name == "host_info":  # is in the resource
+            continue
+        start_ns = 0  # of a counter: when it began to count
+        if metric.kind == "counter" and metric.name.startswith("process_"):
+            process = board.processes.get(series[1][metric.labels.index("process")])
+            start_ns = process.started_ns if process else board.started_ns
+        elif metric.kind == "counter":
+            start_ns = board.started_ns if metric.name.startswith(_OWN_COUNTS) else booted_ns
+        name = metric.opentelemetry or "traceloom." + metric.name.replace("_", ".")
+        point = export.NumberDataPoint(_attributes(series, board), start_ns, at_ns, value)
+        by_name.setdefault(name, (metric, []))[1].append(point)
+    cumulative = export.AggregationTemporality.CUMULATIVE
+    metrics = [
+        export.Metric(
+            name, metric.help, metric.opentelemetry_unit or "1",
+            export.Sum(rows, cumulative, is_monotonic=True) if metric.kind == "counter" else export.Gauge(rows),
+        )
+        for name, (metric, rows) in by_name.items()
+    ]  # fmt: skip
+    histograms: dict[str, list[export.HistogramDataPoint]] = defaultdict(list)
+    for histogram, at_ns in board.histograms():
+        attributes = _attributes((histogram.metric, histogram.labels), board)
+        cumulated = (0, *histogram.counts, histogram.number)
+        counts = [later - earlier for earlier, later in pairwise(cumulated)]
+        histograms[histogram.metric].append(
+            export.HistogramDataPoint(
+                attributes,
+                board.started_ns,
+                at_ns,
+                histogram.number,
+                histogram.total,
+                counts,
+                METRICS[histogram.metric].bounds,
+                min=None,  # type: ignore[arg-type]
+                max=None,  # type: ignore[arg-type]
+            )
+        )
+    for name, rows in histograms.items():
+        metric = METRICS[name]
+        data = export.Histogram(rows, cumulative)
+        metrics.append(export.Metric(metric.opentelemetry, metric.help, metric.opentelemetry_unit, data))
+    identity = ""
+    with contextlib.suppress(OSError):
+        identity = Path("/etc/machine-id").read_text(encoding="ascii").strip()
+    resource = {
+        "service.name": "traceloom-agent", "service.version": __version__, "service.instance.id": socket.gethostname(),
+        "host.name": config.host_name, **({"host.id": identity} if identity else {}),
+    }  # fmt: skip
+    scope = export.ScopeMetrics(InstrumentationScope("traceloom.agent", __version__), metrics, "")
+    return export.MetricsData([export.ResourceMetrics(Resource(resource), [scope], "")])
+
+
+def _attributes(series: Series, board: Board) -> dict[str, str]:
+    metric = METRICS[series[0]]
+    labels = {label: value for label, value in zip(metric.labels, series[1], strict=True) if value}
+    names = dict(metric.attributes)
+    out = {
+        **dict(metric.constants),
+        **{names.get(label, f"traceloom.{label}"): value for label, value in labels.items()},
+    }
+    kind = next((kind for prefix, kind in _KINDS.items() if metric.name.startswith(prefix)), "")
+    if kind:
+        out["hw.type"] = kind
+    if kind == "gpu" and (device := board.devices.get(labels["device"])):
+        described = {
+            "hw.name": f"{device.model} {device.index}",
+            "hw.vendor": device.vendor,
+            "hw.model": device.model,
+            "hw.parent": device.parent,
+        }
+        out |= {name: value for name, value in described.items() if value}
+    return out

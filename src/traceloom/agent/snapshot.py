@@ -1,0 +1,163 @@
+"""Latest value of every series, devices, processes, jobs; filtered by what a caller may see."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from copy import copy
+from dataclasses import dataclass, field
+
+import msgspec
+
+from traceloom.agent.accelerators.backend import Device, DeviceEvent, DeviceProcess
+from traceloom.agent.collectors.cgroups import OomKill
+from traceloom.agent.metrics import METRICS, Histogram, Reading, Series
+from traceloom.agent.ownership.model import Process
+from traceloom.server.access import _OWNED, Peer
+
+
+@dataclass(slots=True)
+class CollectorState:
+    """How a collector fares. Times in nanoseconds since the epoch; 0: never."""
+
+    name: str
+    period_s: float
+    ran_ns: int = 0
+    seconds: float = 0.0
+    runs: int = 0
+    failures: dict[str, int] = field(default_factory=dict)
+    trouble: str = ""  # why the last run gave nothing; "" where it did
+
+
+@dataclass(slots=True)
+class Sheet:
+    """What one collector delivered last: its series, all of them, and when."""
+
+    at_ns: int
+    values: dict[Series, float]
+    histograms: dict[Series, Histogram]
+
+
+class Board:
+    """Readings by collector, devices, processes, jobs: replaced whole by whoever knows better.
+
+    What a collector no longer delivers is gone from the board at once; what it delivered before it failed is taken off
+    by `stale`. Used from the loop's thread alone.
+    """
+
+    def __init__(self) -> None:
+        self.started_ns = time.time_ns()
+        self.sheets: dict[str, Sheet] = {}
+        self.collectors: dict[str, CollectorState] = {}
+        self.devices: dict[str, Device] = {}
+        self.device_processes: list[DeviceProcess] = []
+        self.events: list[DeviceEvent] = []  # the last ones, oldest first
+        self.oom_kills: list[OomKill] = []  # likewise
+        self.processes: dict[str, Process] = {}
+        self.watchers: list[Callable[[str, Sheet], None]] = []  # hear of every sheet as it is put
+
+    def put(self, collector: str, readings: Iterable[Reading | Histogram], at_ns: int) -> None:
+        """Replace what a collector delivered before.
+
+        Raises:
+            ValueError: A reading of a metric that is not declared, or with other labels than declared.
+        """
+        sheet = Sheet(at_ns, {}, {})
+        for reading in readings:
+            metric = METRICS.get(reading.metric)
+            if metric is None or len(metric.labels) != len(reading.labels):
+                raise ValueError(f"{collector} delivers `{reading.metric}` with labels that are not declared")
+            series = (reading.metric, reading.labels)
+            if isinstance(reading, Histogram):
+                sheet.histograms[series] = reading
+            else:
+                sheet.values[series] = reading.value
+        self.sheets[collector] = sheet
+        for watcher in self.watchers:
+            watcher(collector, sheet)
+
+    def stale(self, collector: str) -> None:
+        """Take off what a collector delivered: it is no longer true."""
+        self.sheets.pop(collector, None)
+
+    def copy(self) -> Board:
+        """The board as it is now, for another thread: sheets and what else it holds are replaced, never changed."""
+        board = copy(self)
+        board.sheets = dict(self.sheets)
+        return board
+
+    def series(self) -> int:
+        """How many series there are; a histogram is one."""
+        return sum(len(sheet.values) + len(sheet.histograms) for sheet in self.sheets.values())
+
+    def values(self) -> Iterator[tuple[Series, float, int]]:
+        """Every series with its value and its time."""
+        for sheet in self.sheets.values():
+            for series, value in sheet.values.items():
+                yield series, value, sheet.at_ns
+
+    def histograms(self) -> Iterator[tuple[Histogram, int]]:
+        """Every histogram with its time."""
+        for sheet in self.sheets.values():
+            for histogram in sheet.histograms.values():
+                yield histogram, sheet.at_ns
+
+
+class View:
+    """The board as a peer may see it: the same questions, fewer answers."""
+
+    def __init__(self, board: Board, peer: Peer) -> None:
+        self.board, self.peer = board, peer
+        self.devices: dict[str, Device] = board.devices
+        self.processes = {
+            key: p if peer.commands or p.uid == peer.uid else msgspec.structs.replace(p, command="", declared={})
+            for key, p in board.processes.items()
+            if self._sees(p.uid)
+        }
+        self.device_processes: list[DeviceProcess] = board.device_processes
+        self.jobs = {p.owner.job for p in self.processes.values() if p.owner.job}
+        others = {p.cgroup for key, p in board.processes.items() if key not in self.processes}
+        self._cgroups = {p.cgroup for p in self.processes.values()} - others | {""}
+        self.oom_kills = [kill for kill in board.oom_kills if self._sees(kill.uid)]
+
+    def _sees(self, uid: int | None) -> bool:
+        return self.peer.sees == "all" or (self.peer.sees == "own" and uid is not None and uid == self.peer.uid)
+
+    def shows(self, series: Series) -> bool:
+        """Whether the peer may see a series."""
+        if self.peer.sees == "all":
+            return True
+        name, labels = series
+        names = METRICS[name].labels
+        for label, value in zip(names, labels, strict=True):
+            # The job of a process or cgroup only describes it: who has it, or all processes in the group, may see it.
+            if label not in _OWNED or (label == "job" and not {"process", "cgroup"}.isdisjoint(names)):
+                continue
+            seen = {"process": self.processes.keys(), "job": self.jobs, "cgroup": self._cgroups}[label]
+            if value not in seen:
+                return False
+        return True
+
+    def seen_as(self, series: Series) -> Series | None:
+        """A series with the labels that the peer may see: command lines of others have none; None: not at all."""
+        if not self.shows(series):
+            return None
+        name, labels = series
+        if name == "process_info" and not self.peer.commands:
+            names = METRICS[name].labels
+            process = self.processes.get(labels[names.index("process")])
+            if process is None or not process.command:
+                labels = tuple("" if label == "command" else text for label, text in zip(names, labels, strict=True))
+        return name, labels
+
+    def values(self) -> Iterator[tuple[Series, float, int]]:
+        """Every series that the peer may see, with its value and its time."""
+        for series, value, at_ns in self.board.values():
+            if (seen := self.seen_as(series)) is not None:
+                yield seen, value, at_ns
+
+    def histograms(self) -> Iterator[tuple[Histogram, int]]:
+        """Every histogram that the peer may see, with its time."""
+        for histogram, at_ns in self.board.histograms():
+            if self.shows((histogram.metric, histogram.labels)):
+                yield histogram, at_ns

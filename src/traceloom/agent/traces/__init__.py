@@ -1,0 +1,1 @@
+"""Trace requests of a host."""

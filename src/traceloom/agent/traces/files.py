@@ -1,0 +1,393 @@
+"""Directories per user, verification and compression of what a process wrote.
+
+ROOT/UID/incoming/      the user's own: libkineto writes there, as its process
+    ROOT/UID/REQUEST/       the agent's: what was read back, verified and compressed
+    ROOT/UID/hangs/HANG/    written by the agent, then the user's: what is kept of a job that hangs
+
+What lies in `incoming` is the user's to change at any time: it is opened once, without following links, and only the
+copy counts.
+
+Runs in a process of its own (`worker.py`). The directory is the user's, who may be hostile: the file is opened once
+without following links, has to be a plain file of that user with one name, and is copied before it is looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import resource
+import shutil
+import stat
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from isal import igzip
+
+from traceloom.errors import InputError, OutputError
+from traceloom.system.files import sha256_of
+
+INCOMING = "incoming"
+_HANGS = "hangs"
+_LEFT_OVER_S = 3600.0
+
+
+class Places:
+    """The directories below the root; blocks, so it is called in a thread.
+
+    Args:
+        root: Of all; nothing is written elsewhere.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def incoming(self, uid: int) -> Path:
+        """Where the processes of a user write."""
+        return self.root / str(uid) / INCOMING
+
+    def of_request(self, uid: int, request: str) -> Path:
+        """Where the result of a request lies."""
+        return self.root / str(uid) / request
+
+    def prepare(self, uid: int, request: str) -> None:
+        """Make the directories for a request.
+
+        Raises:
+            OutputError: `cannot-write`.
+        """
+        with _writing(self.root):
+            self._make(uid, self.of_request(uid, request))
+            path = self.incoming(uid)
+            with contextlib.suppress(FileExistsError):
+                path.mkdir(mode=0o700)
+            handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                if os.geteuid() != uid:
+                    os.fchown(handle, uid, -1)
+                os.fchmod(handle, 0o700)
+            finally:
+                os.close(handle)
+
+    def hangs(self, uid: int) -> Path:
+        """Where the bundles of a user's jobs that hang lie."""
+        return self.root / str(uid) / _HANGS
+
+    def prepare_hang(self, uid: int, hang: str) -> Path:
+        """Make the directory of a bundle.
+
+        Raises:
+            OutputError: `cannot-write`.
+        """
+        path = self.hangs(uid) / hang
+        with _writing(self.root):
+            self._make(uid, path.parent, path)
+        return path
+
+    def hand_over(self, uid: int, directory: Path) -> None:
+        """Give a bundle that is whole to its user.
+
+        Raises:
+            OutputError: `cannot-write`.
+        """
+        if os.geteuid() == uid:
+            return
+        with _writing(self.root), _opened(directory) as handle:
+            for name in os.listdir(handle):  # noqa: PTH208  (of what is open, whatever has its name)
+                os.chown(name, uid, -1, dir_fd=handle, follow_symlinks=False)
+            os.fchown(handle, uid, -1)
+
+    def _make(self, uid: int, *paths: Path) -> None:
+        """Make the directory of a user, and of these, which lie in it, the last for the agent alone."""
+        shared = 0o700 if os.geteuid() == uid else 0o711
+        modes = [(self.root, 0o711), (self.root / str(uid), shared), *((path, shared) for path in paths[:-1])]
+        for path, mode in (*modes, (paths[-1], 0o700)):
+            path.mkdir(mode=mode, parents=True, exist_ok=True)
+            if path.is_symlink() or path.stat().st_uid != os.geteuid():
+                raise OutputError("that directory is not the agent's", slug="cannot-write", where=str(path))
+
+    def remove(self, uid: int, request: str) -> None:
+        """Delete the result of a request."""
+        shutil.rmtree(self.of_request(uid, request), ignore_errors=True)
+
+    def sweep(self) -> None:
+        """Delete what was left in the directories of users: traces that nobody waits for any more."""
+        old = time.time() - _LEFT_OVER_S
+        with contextlib.suppress(OSError):
+            for path in self.root.iterdir():
+                folder = path / INCOMING
+                with contextlib.suppress(OSError), _opened(folder) as handle, os.scandir(handle) as entries:
+                    for entry in entries:
+                        with contextlib.suppress(OSError):  # a directory, or gone meanwhile
+                            if entry.stat(follow_symlinks=False).st_mtime < old:
+                                os.unlink(entry.name, dir_fd=handle)
+
+
+def drop(folder: Path, name: str) -> None:
+    """Delete what a process wrote under a name, whole or not; no link is followed."""
+    for part in (name, f"{name}.tmp"):
+        with contextlib.suppress(OSError), _opened(folder) as handle:
+            os.unlink(part, dir_fd=handle)
+
+
+@contextlib.contextmanager
+def _writing(root: Path) -> Iterator[None]:
+    """Say what could not be written."""
+    try:
+        yield
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise OutputError(
+            f"traces cannot be written: {reason}", slug="cannot-write", where=str(error.filename or root),
+            hint="`paths.traces` of agent.toml",
+        ) from error  # fmt: skip
+
+
+@contextlib.contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        yield handle
+    finally:
+        os.close(handle)
+
+
+_PIECE = 1 << 20
+_LEVEL = 2
+_SLACK_NS = 5_000_000_000  # a busy machine begins and ends late
+_LATEST_NS = 2**61  # of what a trace says: sums of two fit into 64 bits
+_ROOM_BYTES = 1 << 30  # of addresses, for the interpreter and its libraries
+_MOST_TIMES = 8  # as much as the file has a trace may need as objects; one made to need more is refused
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+class _Operator(msgspec.Struct):
+    name: str = ""
+    ph: str = ""
+    cat: str = ""
+    ts: float | str = 0.0
+    dur: float = 0.0
+
+
+class _Trace(msgspec.Struct):
+    traceEvents: list[_Operator]  # noqa: N815  (as in the file)
+    trace_id: str = ""
+    baseTimeNanoseconds: int = 0  # noqa: N815
+
+
+class _FaultError(Exception):
+    def __init__(self, detail: str, *, slug: str) -> None:
+        super().__init__(detail)
+        self.slug = slug
+
+
+def keep(
+    *, folder: str, name: str, uid: int, to: str, most_bytes: int, most_kept_bytes: int, trace_id: str,
+    start_ns: int | None, duration_s: float | None, steps: int | None, most_result_bytes: int | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Verify a trace, and keep it compressed as `to`.
+
+    Args:
+        folder: Where it was written.
+        name: The file's.
+        uid: Whose it has to be.
+        to: Where it goes, as an absolute path.
+        most_bytes: Of the file as it was written.
+        most_kept_bytes: Of all that is kept of this user.
+        trace_id: What it has to say it is.
+        start_ns: When its window was to begin; None where no instant was named.
+        duration_s: How long it was to be; None where steps were asked for.
+        steps: How many steps it has to hold at least; None where that does not matter.
+        most_result_bytes: Of the file that is kept; None where that does not matter.
+
+    Returns:
+        What it holds (`operators`, `steps`, `window_start_ns`, `window_end_ns`) and the kept file's `bytes` and
+        `sha256`; or `fault` (a slug) and `detail`.
+    """
+    target = Path(to)
+    copy = target.with_name(f".{target.name}.copy")
+
+    def kept() -> dict[str, Any]:
+        _copy(folder, name, uid, most_bytes, copy)
+        facts = _verified(copy, trace_id, start_ns, duration_s, steps)
+        return facts | _compressed(copy, target, most_kept_bytes, most_result_bytes)
+
+    return _facts_or_fault(kept, copy)
+
+
+def keep_memory(
+    *, folder: str, name: str, uid: int, to: str, most_bytes: int, most_kept_bytes: int
+) -> dict[str, Any]:  # fmt: skip
+    """Verify a memory snapshot, and keep it as `to`: it is a stranger's pickle, of which nothing is run.
+
+    Args:
+        folder: Where it was written.
+        name: The file's.
+        uid: Whose it has to be.
+        to: Where it goes, as an absolute path.
+        most_bytes: Of the file.
+        most_kept_bytes: Of all that is kept of this user.
+
+    Returns:
+        The kept file's `bytes` and `sha256`; or `fault` (a slug) and `detail`.
+    """
+    from traceloom.formats.memory_snapshot import read_snapshot
+
+    target = Path(to)
+    copy = target.with_name(f".{target.name}.copy")
+
+    def kept() -> dict[str, Any]:
+        _copy(folder, name, uid, most_bytes, copy)
+        read_snapshot(copy)
+        size = copy.stat().st_size
+        if _kept_bytes(target) + size > most_kept_bytes:
+            raise _FaultError(slug="quota", detail=f"more than {most_kept_bytes:,} bytes of this user would be kept")
+        with copy.open("rb") as reader:
+            digest = sha256_of(reader)
+        copy.replace(target)
+        return {"bytes": size, "sha256": digest}
+
+    return _facts_or_fault(kept, copy)
+
+
+def _facts_or_fault(kept: Callable[[], dict[str, Any]], copy: Path) -> dict[str, Any]:
+    """What is kept, or why nothing is; the copy that it was read from goes in any case."""
+    try:
+        return kept()
+    except _FaultError as fault:
+        return {"fault": fault.slug, "detail": str(fault)}
+    except InputError as error:
+        return {"fault": error.slug, "detail": error.message}
+    except OSError as error:
+        return {
+            "fault": "disk-full" if error.errno in _FULL else "cannot-write",
+            "detail": (error.strerror or str(error)).lower(),
+        }
+    finally:
+        with contextlib.suppress(OSError):  # of a disk that has become read-only
+            copy.unlink(missing_ok=True)
+
+
+def _copy(folder: str, name: str, uid: int, most_bytes: int, copy: Path) -> None:
+    try:
+        directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            source = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
+        finally:
+            os.close(directory)
+    except OSError as error:
+        raise _FaultError(
+            slug="foreign-file", detail=f"it cannot be opened: {(error.strerror or str(error)).lower()}"
+        ) from error
+    with os.fdopen(source, "rb") as reader, copy.open("wb") as writer:
+        status = os.fstat(source)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != uid or status.st_nlink != 1:
+            raise _FaultError(slug="foreign-file", detail=f"it is no file of user {uid} with one name")
+        left = most_bytes
+        while piece := reader.read(min(_PIECE, left + 1)):
+            left -= len(piece)
+            if left < 0:
+                raise _FaultError(slug="quota", detail=f"it is larger than {most_bytes:,} bytes")
+            writer.write(piece)
+
+
+def _verified(
+    path: Path, trace_id: str, start_ns: int | None, duration_s: float | None, steps: int | None
+) -> dict[str, Any]:
+    if not path.stat().st_size:
+        raise _FaultError(slug="damaged", detail="it holds nothing")
+    # A user's process must not make this one take the host's memory, and with it other users' jobs.
+    most, hard = _ROOM_BYTES + _MOST_TIMES * path.stat().st_size, resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+        try:
+            trace = msgspec.json.decode(memoryview(text), type=_Trace)
+        except MemoryError:
+            raise _FaultError(slug="damaged", detail="it needs more memory than a trace of its size") from None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise _FaultError(
+                slug="damaged", detail=f"it is no whole trace: {error}"
+            ) from None  # holds a view of the file
+    if trace.trace_id != trace_id:
+        raise _FaultError(slug="damaged", detail="it is the trace of another request")
+    windows = [event for event in trace.traceEvents if event.ph == "X" and event.name.startswith("PyTorch Profiler (")]
+    if not windows:  # PyTorch was still being imported: libkineto recorded alone
+        raise _FaultError(slug="empty", detail="PyTorch's profiler was not there yet")
+    ts, dur = windows[0].ts, windows[0].dur
+    if (
+        not isinstance(ts, float)
+        or not 0 <= trace.baseTimeNanoseconds < _LATEST_NS
+        or not 0 <= ts < _LATEST_NS / 1000
+        or not 0 < dur < _LATEST_NS / 1000
+    ):
+        raise _FaultError(slug="damaged", detail="it does not say when its window was")
+    began_ns = trace.baseTimeNanoseconds + round(ts * 1000)
+    ended_ns = began_ns + round(dur * 1000)
+    if duration_s is not None and not 0 < ended_ns - began_ns < duration_s * 1e9 + _SLACK_NS:
+        lasted = (ended_ns - began_ns) / 1e9
+        raise _FaultError(slug="damaged", detail=f"its window is {lasted:.3f} s, asked for were {duration_s} s")
+    if start_ns is not None and not -_SLACK_NS / 10 < began_ns - start_ns < _SLACK_NS:
+        raise _FaultError(
+            slug="damaged", detail=f"its window began {(began_ns - start_ns) / 1e9:+.3f} s from when it was to"
+        )
+    operators = sum(event.cat == "cpu_op" for event in trace.traceEvents)
+    marks = [event.name for event in trace.traceEvents if event.cat == "user_annotation" and event.ph == "X"]
+    count = max(sum(name.startswith(mark) for name in marks) for mark in ("Optimizer.step#", "ProfilerStep#"))
+    if steps is not None and count < steps:
+        raise _FaultError(slug="not-stepping", detail=f"it holds {count} of {steps} steps")
+    if not operators:
+        raise _FaultError(slug="empty", detail="no operator ran in its window")
+    return {"operators": operators, "steps": count, "window_start_ns": began_ns, "window_end_ns": ended_ns}
+
+
+def _compressed(copy: Path, target: Path, most_kept_bytes: int, most_result_bytes: int | None) -> dict[str, Any]:
+    kept = _kept_bytes(target)
+    part = target.with_name(f".{target.name}.part")
+    try:
+        with copy.open("rb") as reader, part.open("w+b") as writer:
+            with igzip.GzipFile(filename="", fileobj=writer, mode="wb", compresslevel=_LEVEL, mtime=0) as packed:
+                while piece := reader.read(_PIECE):
+                    packed.write(piece)
+            writer.seek(0)
+            digest = sha256_of(writer)
+            size = writer.tell()
+            os.fsync(writer.fileno())
+        if kept + size > most_kept_bytes:
+            raise _FaultError(slug="quota", detail=f"more than {most_kept_bytes:,} bytes of this user would be kept")
+        if most_result_bytes is not None and size > most_result_bytes:
+            raise _FaultError(
+                slug="quota", detail=f"{size:,} bytes are more than {most_result_bytes:,} that it may have"
+            )
+        part.replace(target)
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+    return {"bytes": size, "sha256": digest}
+
+
+def _kept_bytes(target: Path) -> int:
+    """Of all requests of the user whose result goes there; what is not kept yet begins with a dot."""
+    kept = 0
+    for entry in target.parents[1].glob("*/*"):
+        if entry.parent.name != INCOMING and not entry.name.startswith("."):
+            with contextlib.suppress(FileNotFoundError):
+                kept += entry.lstat().st_size
+    return kept
+
+
+def write_document(path: str, document: dict[str, Any]) -> None:
+    """Write `capture.json`, whole or not at all.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    part = Path(f"{path}.part")
+    try:
+        part.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=1))
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)

@@ -1,0 +1,549 @@
+"""Takes requests, runs them, and knows how far each is; after a restart it goes on where it was.
+
+Everything here runs in the agent's loop; the disk is a thread's, long work a process's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from traceloom import __version__
+from traceloom.agent.config import Config
+from traceloom.agent.database import RequestStore
+from traceloom.agent.kineto.server import ProfilerClient, ProfilerRegistry, ancestors, is_alive
+from traceloom.agent.ownership.model import Process
+from traceloom.agent.profilers import base
+from traceloom.agent.profilers.attached import AttachedMemoryProfiler, AttachedTimelineProfiler
+from traceloom.agent.profilers.base import Profiler, ProfilerError, Window
+from traceloom.agent.profilers.timeline import CommonStart, TimelineOrder, TimelineProfiler
+from traceloom.agent.steps import Steps
+from traceloom.agent.traces.files import Places, write_document
+from traceloom.agent.traces.requests import Cause, Leases, State, Target, TraceRequest, Wanted
+from traceloom.errors import OutputError, nearest
+from traceloom.server.problem import RequestError
+
+LOG = logging.getLogger("traceloom.agent")
+CAPTURE = "capture.json"  # as docs/reference/capture-json.md describes it
+_LOOK_S = 0.2
+_MOST_TARGETS = 4096  # of a request
+_MOST_REQUESTS = 2000  # that are remembered
+
+
+class RequestDesk:
+    """All requests of this agent.
+
+    Args:
+        config: The agent's.
+        registry: Processes that poll.
+        processes: The processes that matter, by key, as they are now.
+        steps: How fast they step.
+        store: Where requests are written down.
+        places: Where their results lie.
+        boot_id: Of this host: after a restart of it no process is the same.
+        parts: Makes those profilers that need parts of the agent, by name.
+    """
+
+    def __init__(  # noqa: PLR0917  (the parts of the agent)
+        self, config: Config, registry: ProfilerRegistry, processes: Callable[[], Mapping[str, Process]], steps: Steps,
+        store: RequestStore, places: Places, boot_id: str, parts: Mapping[str, Callable[[], Profiler]] | None = None,
+    ) -> None:  # fmt: skip
+        self.parts = parts or {}
+        self.config, self.registry, self.processes, self.steps = config, registry, processes, steps
+        self.store, self.places, self.boot_id = store, places, boot_id
+        self.requests: dict[str, TraceRequest] = {}  # oldest first
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._targets: dict[str, list[asyncio.Task[None]]] = {}
+        self._leases = Leases()
+        self._changed = asyncio.Condition()
+        self._versions: dict[str, int] = {}
+        self._disk = ThreadPoolExecutor(1, "requests")
+        self._telling: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Go on with what an earlier agent left."""
+        loop = asyncio.get_running_loop()
+        for request in await loop.run_in_executor(self._disk, self.store.load):
+            self.requests[request.id] = request
+            if not request.ended:
+                self._run(request)
+
+    async def close(self) -> None:
+        """Stop; requests stay as they are, for the next agent."""
+        running = list(self._running.values())
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        await asyncio.gather(*self._telling, return_exceptions=True)
+        self._disk.shutdown()
+        self.store.close()
+
+    async def submit(
+        self, wanted: Wanted, who: str, may_trace: Callable[[int], bool], *, trigger: Cause | None = None,
+        most_bytes: int | None = None, at_step: int = 0,
+    ) -> TraceRequest:  # fmt: skip
+        """Take a request, write it down, and begin.
+
+        Args:
+            wanted: What is asked for.
+            who: By whom, for the log.
+            may_trace: Whether they may trace processes of a user.
+            trigger: The rule that asks, where nobody does.
+            most_bytes: Of each file that is kept, where that is less than the configuration allows.
+            at_step: With which step of each process it begins; 0: as `wanted` says. For timelines of steps alone.
+
+        Raises:
+            RequestError: `wrong-request`, `no-such-process`, `several-users`, `no-profiler`, `quota`, `too-much`,
+                `cannot-write`.
+        """
+        self.check(wanted)
+        matching = self.matching(wanted, may_trace)
+        users = {process.uid for process in matching}
+        if len(users) != 1:
+            raise RequestError(
+                400, f"that matches processes of {len(users)} users", slug="several-users", hint="name --pid or --job"
+            )
+        uid = users.pop()
+        if sum(request.uid == uid and not request.ended for request in self.requests.values()) >= (
+            self.config.traces.most_requests_per_user
+        ):
+            raise RequestError(
+                429, "too many requests of this user run already", slug="quota", retry_s=10,
+                hint="`traces.most_requests_per_user` of agent.toml",
+            )  # fmt: skip
+        request = TraceRequest(
+            id=secrets.token_hex(6), who=who, uid=uid, asked_ns=time.time_ns(), boot_id=self.boot_id, wanted=wanted,
+            trigger=trigger, most_bytes=most_bytes, at_step=at_step,
+        )  # fmt: skip
+        request.targets = list(_targets(request, matching, self.config.host_name))
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(self._disk, self.places.prepare, uid, request.id)
+            await loop.run_in_executor(self._disk, self.store.put, request)
+        except OutputError as error:
+            raise RequestError(503, str(error), slug=error.slug, hint=error.hint) from error
+        self.requests[request.id] = request
+        self._run(request)
+        return request
+
+    def cancel(self, request: TraceRequest) -> None:
+        """Stop what of it has not ended; what PyTorch's profiler was told already it does, and nobody reads it."""
+        for task in self._targets.get(request.id, []):
+            task.cancel("cancelled")
+
+    async def changes(self, request: TraceRequest) -> AsyncIterator[TraceRequest]:
+        """The request now, and again after each change, until it has ended."""
+        while True:
+            version = self._versions.get(request.id, 0)
+            yield request
+            if request.ended:
+                return
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._versions.get(request.id, 0) != version)  # noqa: B023
+
+    def is_traced(self, key: str) -> bool:
+        """Whether a request for the timeline of a process has not ended."""
+        return any(
+            target.process == key and target.profiler == "timeline" and not target.ended
+            for request in self.requests.values() if not request.ended
+            for target in request.targets
+        )  # fmt: skip
+
+    def file(self, request: TraceRequest, name: str) -> Path:
+        """Where a file of a request lies.
+
+        Raises:
+            RequestError: `no-such-file`.
+        """
+        if name not in request.files:
+            raise RequestError(
+                404, f"the request has no file `{name}`", slug="no-such-file", hint=nearest(name, request.files)
+            )
+        return self.places.of_request(request.uid, request.id) / name
+
+    def forget_old(self) -> None:
+        """Delete requests that ended long ago, with their files, and what processes left; in the disk's thread."""
+        old = time.time_ns() - int(self.config.traces.keep_days * 86_400 * 1e9)
+        ended = [request for request in self.requests.values() if request.ended]
+        excess = len(self.requests) - _MOST_REQUESTS
+        for number, request in enumerate(ended):
+            if request.asked_ns < old or number < excess:
+                del self.requests[request.id]
+                self._versions.pop(request.id, None)
+                self._disk.submit(self.places.remove, request.uid, request.id)
+                self._disk.submit(self.store.delete, request.id)
+        self._disk.submit(self.places.sweep)
+
+    def matching(self, wanted: Wanted, may_trace: Callable[[int], bool]) -> list[Process]:
+        """The processes that a request is about.
+
+        Raises:
+            RequestError: `no-such-process`: there are none, or none that may be traced.
+        """
+        if wanted.host not in ("", self.config.host_name):
+            raise RequestError(
+                404, f"this is {self.config.host_name}, not {wanted.host}", slug="no-such-process",
+                hint="ask the agent of that host",
+            )  # fmt: skip
+        candidates = dict(self.processes())
+        for client in self.registry.clients.values():
+            candidates.setdefault(client.key, _bare(client))
+        matches: list[Process] = []
+        for process in candidates.values():
+            if not may_trace(process.uid):
+                continue
+            polls = self.registry.clients.get(process.key)
+            above: Iterable[int] = polls.ancestors if polls is not None else ()
+            if polls is None and wanted.attach and wanted.pids:
+                above = ancestors(self.registry.proc, process.parent_pid)
+            if (
+                (not wanted.job or process.owner.job == wanted.job)
+                and (not wanted.ranks or process.owner.rank in wanted.ranks)
+                # A launcher's pid chooses its children; of those that do not poll only the process itself.
+                and (not wanted.pids or not {process.pid, *above}.isdisjoint(wanted.pids))
+                and (wanted.pids or polls is not None or wanted.attach)
+            ):
+                matches.append(process)
+        # Those that have ended are remembered for a while, as the ranks of a job that was started again.
+        matches = self._workers(
+            [process for process in matches if is_alive(self.registry.proc, process.pid, process.start_ticks)]
+        )
+        if wanted.most_processes is not None:
+            matches = matches[: wanted.most_processes]
+        if not matches:
+            hint = "`traceloom agent ps` lists processes; others' are not traced"
+            raise RequestError(404, "no process of yours matches", slug="no-such-process", hint=hint)
+        if len(matches) > _MOST_TARGETS:
+            raise RequestError(400, f"that matches {len(matches)} processes", slug="too-much", hint="name fewer")
+        return matches
+
+    def _workers(self, processes: list[Process]) -> list[Process]:
+        """Without those that only serve others: launchers beside their ranks, and what a rank itself has started."""
+        if any(process.owner.rank is not None for process in processes):
+            processes = [process for process in processes if process.owner.rank is not None]
+        commands = {process.pid: process.command for process in processes}
+        processes = [  # what polls counts; of others those that were forked from one of them do not
+            process
+            for process in processes
+            if process.key in self.registry.clients or commands.get(process.parent_pid) != process.command
+        ]
+        clients = self.registry.clients
+        above = {
+            process.key: clients[process.key].ancestors
+            if process.key in clients
+            else tuple(ancestors(self.registry.proc, process.parent_pid))
+            for process in processes
+        }
+        ranks = {(process.pid, process.owner.job, process.owner.rank) for process in processes}
+        steps = {process.key: bool(self.steps.per_second(process.key)) for process in processes}
+        stepping = {process.pid for process in processes if steps[process.key]}
+        # Whoever has no rank and makes no steps, but started some that do (the launcher of `mp.spawn`) or was started
+        # by one (a worker of a data loader), only serves.
+        launchers = {pid for process in processes if steps[process.key] for pid in above[process.key]}
+        return [
+            process
+            for process in processes
+            if (
+                process.owner.rank is None
+                and (steps[process.key] or (process.pid not in launchers and stepping.isdisjoint(above[process.key])))
+            )
+            or (
+                process.owner.rank is not None
+                and ranks.isdisjoint((pid, process.owner.job, process.owner.rank) for pid in above[process.key])
+            )
+        ]
+
+    def check(self, wanted: Wanted) -> None:
+        """Look at a request as such, whomever it is about.
+
+        Raises:
+            RequestError: `wrong-request`, `too-much`, `no-profiler`.
+        """
+        most = self.config.traces
+        if not (wanted.pids or wanted.job or wanted.ranks or wanted.host):
+            raise RequestError(
+                400, "of which processes?", slug="wrong-request", hint="name pids, a job, ranks or a host"
+            )
+        if (wanted.steps is None) == (wanted.duration_s is None):
+            raise RequestError(400, "either steps or a duration", slug="wrong-request")
+        if (wanted.duration_s or 0) > most.most_seconds or (wanted.steps or 0) > most.most_steps:
+            raise RequestError(
+                400, f"a trace has at most {most.most_seconds:g} s or {most.most_steps} steps", slug="too-much",
+                hint="`traces.most_seconds` and `traces.most_steps` of agent.toml",
+            )  # fmt: skip
+        if wanted.at_ns and not 0 < wanted.at_ns - time.time_ns() < 86_400 * 10**9:
+            raise RequestError(400, "it is to begin in the past, or more than a day ahead", slug="wrong-request")
+        for name in wanted.profilers:
+            if not base.is_there(name):
+                raise RequestError(400, f"there is no profiler `{name}` in this version", slug="no-profiler")
+        if wanted.attach and not most.attach:
+            raise RequestError(
+                403, "this agent does not attach to processes", slug="attach-off",
+                hint="set `attach = true` in the table `traces` of agent.toml, and start the agent again",
+            )  # fmt: skip
+        if "memory" in wanted.profilers and not wanted.attach:
+            raise RequestError(400, "`memory` attaches to the process", slug="wrong-request", hint="add --attach")
+
+    def _run(self, request: TraceRequest) -> None:
+        task = asyncio.create_task(self._request(request), name=f"request {request.id}")
+        self._running[request.id] = task
+        task.add_done_callback(lambda _: self._running.pop(request.id, None))
+
+    async def _request(self, request: TraceRequest) -> None:
+        """All targets of a request, and at the end its capture.json."""
+        open_targets = [target for target in request.targets if not target.ended]
+        traced = {target.process for target in open_targets if target.profiler == "timeline"}
+        # Those that an earlier agent had handed over have their instant already.
+        waiting = {
+            target.process
+            for target in open_targets
+            if target.profiler == "timeline" and target.state == "queued" and target.start_ns is None
+        }
+        beside = any(target.profiler != "timeline" for target in open_targets)
+        start = None
+        if not request.at_step and (len(traced) > 1 or beside or request.wanted.at_ns):
+            start = CommonStart(waiting, request.wanted.at_ns)
+            if not waiting:
+                start.leave("")
+        tasks = [
+            asyncio.create_task(self._target(request, target, start), name=f"{request.id} {target.stem}")
+            for target in open_targets
+        ]
+        self._targets[request.id] = tasks
+        try:
+            await asyncio.gather(*tasks)
+            await self._finish(request)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._targets.pop(request.id, None)
+
+    async def _target(self, request: TraceRequest, target: Target, start: CommonStart | None) -> None:
+        holder = f"{target.profiler} of request {request.id}, process {target.pid}"
+        tell = partial(self._tell, request, target)
+        try:
+            if request.boot_id != self.boot_id:
+                raise ProfilerError("the host was started again since", slug="exited")  # noqa: TRY301
+            process, client = self.processes().get(target.process), self.registry.clients.get(target.process)
+            if process is None and client is not None:
+                process = _bare(client)
+            elif process is None:  # after a restart of the agent nobody has been looked at yet
+                process = Process(
+                    key=target.process, pid=target.pid, start_ticks=int(target.process.partition("@")[2]), started_ns=0,
+                    parent_pid=0, uid=target.uid, command="",
+                )  # fmt: skip
+            profiler = self._profiler(request, target, process, start)
+            last_holder = ""
+            until = time.monotonic() + self.config.traces.wait
+            while taken := self._leases.take(holder, profiler.resources(process)):
+                if taken != last_holder:
+                    tell("queued", "leased", f"waits: {taken}")
+                    last_holder = taken
+                if time.monotonic() > until:
+                    raise ProfilerError(taken, slug="expired")  # noqa: TRY301
+                await asyncio.sleep(_LOOK_S)
+            await self._record(request, target, process, profiler, start, tell)
+        except ProfilerError as error:
+            tell("failed", error.slug, error.message)
+        except asyncio.CancelledError as error:
+            if error.args != ("cancelled",):
+                raise  # the agent ends; the next one goes on
+            tell("cancelled", "cancelled", "it was cancelled")
+        except Exception as error:  # a profiler's defect ends its target, not the agent
+            LOG.exception("request %s, %s of process %d", request.id, target.profiler, target.pid)
+            tell("failed", "internal-error", f"{type(error).__name__}: {error}")
+        finally:
+            self._leases.give_back(holder)
+            if start is not None and target.profiler == "timeline":
+                start.leave(target.process)
+
+    def _profiler(self, request: TraceRequest, target: Target, process: Process, start: CommonStart | None) -> Profiler:
+        if target.profiler != "timeline":
+            if target.state != "queued":
+                raise ProfilerError("the agent was started again while it recorded", slug="agent-restarted")
+            if target.profiler != "memory":
+                return self.parts.get(target.profiler, partial(base.make, target.profiler))()
+        wanted, most = request.wanted, self.config.traces
+        order = TimelineOrder(
+            trace_id=f"traceloom-{request.id}-{target.stem}" + ("" if target.profiler == "timeline" else ".memory"),
+            group_id=f"traceloom-{request.id}",
+            incoming=self.places.incoming(request.uid), stem=target.stem, shapes=wanted.shapes, stacks=wanted.stacks,
+            flops=wanted.flops, modules=wanted.modules, wait_s=most.wait, most_seconds=most.most_seconds,
+            most_bytes=int(most.most_file_mb * 1e6), most_kept_bytes=int(most.most_mb_per_user * 1e6),
+            most_result_bytes=request.most_bytes,
+            resumed=target.state, start_ns=target.start_ns, attempt=target.attempt,
+            at_step=request.at_step, steps_per_second=self.steps.per_second, steps_made=self.steps.total,
+            start=start if target.profiler == "timeline" else None,
+        )  # fmt: skip
+        tell = partial(self._tell, request, target)
+        if target.profiler == "memory":
+            return AttachedMemoryProfiler(order, tell, self._leases)
+        # After a restart of the agent a process that polls has perhaps not polled yet: what it was told it does.
+        polls = process.key in self.registry.clients or (target.state != "queued" and target.attached_ns is None)
+        if wanted.attach and not polls:
+            return AttachedTimelineProfiler(order, tell, self._leases)
+        return TimelineProfiler(self.registry, order, tell)
+
+    async def _record(  # noqa: PLR0917  (of one target)
+        self, request: TraceRequest, target: Target, process: Process, profiler: Profiler, start: CommonStart | None,
+        tell: Any,
+    ) -> None:  # fmt: skip
+        wanted = request.wanted
+        directory = self.places.of_request(request.uid, request.id)
+        if target.profiler == "timeline":
+            paths = await profiler.record(
+                process, Window(wanted.at_ns, wanted.duration_s, wanted.steps), directory, target.stem
+            )
+        else:
+            assert start is not None
+            start_ns = await asyncio.shield(start.first)
+            tells_itself = isinstance(profiler, AttachedMemoryProfiler)
+            tell("queued" if tells_itself else "accepted", start_ns=start_ns)
+            window = Window(start_ns, wanted.duration_s, wanted.steps)
+            rate = self.steps.per_second(process.key)
+            if rate and wanted.steps is not None:
+                window = Window(start_ns, wanted.steps / rate, wanted.steps)
+            elif wanted.steps is not None and any(beside.profiler == "timeline" for beside in request.targets):
+                window = Window(start_ns, None, wanted.steps, partial(self.traced, request))
+            paths = await profiler.record(process, window, directory, target.stem)
+            if not tells_itself:
+                tell("written")
+                size = await asyncio.to_thread(lambda: sum(path.stat().st_size for path in paths))
+                if request.most_bytes is not None and size > request.most_bytes:
+                    for path in paths:
+                        await asyncio.to_thread(path.unlink)
+                    raise ProfilerError(
+                        f"{size:,} bytes are more than {request.most_bytes:,} that a trigger may take", slug="quota"
+                    )
+                tell("kept", file=paths[0].name if paths else "", bytes=size)
+        request.files += sorted({path.name for path in paths} - set(request.files))
+
+    async def traced(self, request: TraceRequest) -> tuple[int, int]:
+        """Wait for the timelines of a request; from when the first of them really was to when the last, ns.
+
+        Raises:
+            ProfilerError: `no-duration`: none was kept, or none says when it was.
+        """
+        timelines = [target for target in request.targets if target.profiler == "timeline"]
+        async with self._changed:
+            await self._changed.wait_for(lambda: all(target.ended for target in timelines))
+        kept = [target for target in timelines if target.state == "kept"]
+        starts = [target.window_start_ns for target in kept if target.window_start_ns is not None]
+        ends = [target.window_end_ns for target in kept if target.window_end_ns is not None]
+        if not starts or not ends:
+            raise ProfilerError(
+                "no timeline was kept that says how long the steps took", slug="no-duration", hint="ask for a duration"
+            )
+        return min(starts), max(ends)
+
+    async def _finish(self, request: TraceRequest) -> None:
+        kept = [target for target in request.targets if target.state == "kept"]
+        if kept:
+            document = self._capture(request, kept)
+            path = self.places.of_request(request.uid, request.id) / CAPTURE
+            try:
+                await asyncio.to_thread(write_document, str(path), document)
+                # What an earlier agent kept is there, too.
+                request.files = sorted(path.name for path in path.parent.iterdir() if not path.name.startswith("."))
+            except OSError as error:
+                LOG.warning("request %s: capture.json cannot be written: %s", request.id, error)
+        request.done = True
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(self._disk, self.store.put, request)
+        except OutputError as error:
+            LOG.warning("request %s: %s", request.id, error)
+        await self._notify(request.id)
+
+    def _capture(self, request: TraceRequest, kept: Iterable[Target]) -> dict[str, Any]:
+        """capture.json: one entry per process that has a timeline, and what was asked for."""
+        entries: list[dict[str, Any]] = []
+        for target in kept:
+            if target.profiler != "timeline":
+                continue
+            process = self.processes().get(target.process)
+            owner = process.owner if process is not None else None
+            window = {
+                "file": target.file, "kind": "time" if request.wanted.steps is None else "steps", "first_step": None,
+                "step_count": target.steps, "start_ns": target.window_start_ns, "end_ns": target.window_end_ns,
+            }  # fmt: skip
+            entries.append(
+                {
+                    "rank": target.rank, "world_size": owner.world_size if owner else None,
+                    "local_rank": owner.local_rank if owner else None, "job": (owner.job or None) if owner else None,
+                    "name": target.stem, "host": self.config.host_name, "process": target.pid,
+                    "created_ns": request.asked_ns, "written_ns": target.since_ns, "window": window, "notices": [],
+                }
+            )  # fmt: skip
+        whole = msgspec.to_builtins(msgspec.structs.replace(request, files=[]))
+        beside: dict[str, list[str]] = {}
+        for target in kept:
+            if target.profiler in ("stacks", "telemetry"):
+                beside.setdefault(target.profiler, []).append(target.file)
+        return {
+            "format": "traceloom-capture", "version": 1, "traceloom": __version__,
+            "stage": "profiled", "run": {}, "ranks": entries, "request": whole, **beside,
+        }  # fmt: skip
+
+    def _tell(
+        self, request: TraceRequest, target: Target, state: State, reason: str = "", detail: str = "", **facts: Any
+    ) -> asyncio.Task[None]:
+        """A target is in a state: in memory at once, on disk and to listeners when the task has ended."""
+        if state != target.state or reason != target.reason:
+            target.since_ns = time.time_ns()
+        target.state, target.reason, target.detail = state, reason, detail
+        for name, value in facts.items():
+            setattr(target, name, value)
+        written = msgspec.structs.replace(target)
+        task = asyncio.create_task(self._write(request.id, written))
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
+        return task
+
+    async def _write(self, request: str, target: Target) -> None:
+        await self._notify(request)
+        with contextlib.suppress(OutputError):  # the store's trouble says it; the request goes on
+            await asyncio.get_running_loop().run_in_executor(self._disk, self.store.put_target, target)
+
+    async def _notify(self, request: str) -> None:
+        self._versions[request] = self._versions.get(request, 0) + 1
+        async with self._changed:
+            self._changed.notify_all()
+
+
+def _targets(request: TraceRequest, processes: Iterable[Process], host: str) -> Iterable[Target]:
+    stems: set[str] = set()
+    once: set[str] = set()
+    for process in sorted(processes, key=lambda process: (process.owner.rank is None, process.owner.rank, process.pid)):
+        rank = process.owner.rank
+        stem = f"pid{process.pid}" if rank is None or f"rank{rank}" in stems else f"rank{rank}"
+        stems.add(stem)
+        for profiler in dict.fromkeys(request.wanted.profilers):
+            of_host = profiler == "telemetry"
+            if of_host and profiler in once:
+                continue
+            once.add(profiler)
+            yield Target(
+                request=request.id, process=process.key, profiler=profiler, pid=process.pid, uid=process.uid, rank=rank,
+                stem=re.sub(r"[^\w.-]", "_", host) if of_host else stem, since_ns=request.asked_ns,
+            )  # fmt: skip
+
+
+def _bare(client: ProfilerClient) -> Process:
+    """A process that polls and has not been looked at yet."""
+    return Process(
+        key=client.key, pid=client.pid, start_ticks=client.start_ticks, started_ns=client.first_ns,
+        parent_pid=client.ancestors[0] if client.ancestors else 0, uid=client.uid, command="",
+    )  # fmt: skip

@@ -1,0 +1,360 @@
+"""Looks at the rules, asks the desk for what they want as far as cooldown and budget allow it, and counts refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Executor
+from functools import partial
+from typing import NamedTuple
+
+from traceloom.agent.audit import AuditLog
+from traceloom.agent.config import (
+    OWNER_LABELS,
+    AnyRule,
+    CadenceRule,
+    Config,
+    MetricRule,
+    OomKillRule,
+    StepRegressionRule,
+    TriggerRule,
+    XidRule,
+)
+from traceloom.agent.metrics import Reading
+from traceloom.agent.snapshot import Board
+from traceloom.agent.traces.requests import Cause, TraceRequest, Wanted
+from traceloom.agent.traces.runner import RequestDesk
+from traceloom.agent.triggers.store import (
+    DAY_NS,
+    Charge,
+    Fired,
+    ProcessIndex,
+    Refused,
+    RuleCounts,
+    TriggerLedger,
+    TriggerRefusal,
+    TriggerStore,
+    TriggerTarget,
+    chosen,
+    owned_so,
+)
+from traceloom.agent.triggers.watches import (
+    CadenceWatch,
+    Firing,
+    MetricWatch,
+    OomKillWatch,
+    SeriesValues,
+    StepRegressionWatch,
+    Watch,
+    XidWatch,
+    of_rule,
+)
+from traceloom.server.problem import RequestError
+
+LOG = logging.getLogger("traceloom.agent")
+USUAL_STEPS = 3
+_AGAIN_NS = 60 * 10**9  # after a refusal, while what the rule watches for goes on
+_NEVER_NS = 1 << 63
+_GUESSED_STEP_S = 1.0  # where nobody knows how fast a process steps
+_MOST_TRIED = 8192  # (rule, target) that are remembered
+_REASONS = ("cooldown", "budget-share", "budget-bytes", "traced", "not-registered", "no-steps", "no-such-process")
+# Failures of a target by which its process was not traced at all.
+_UNTRACED = frozenset({"not-registered", "expired", "exited", "leased", "no-profiler", "not-stepping"})
+
+
+# By user and target: the same of several ranks of a job is one occurrence.
+_Occurrences = dict[tuple[int, str], tuple[TriggerTarget, list[Firing]]]
+
+
+class _Tried(NamedTuple):
+    """What became of a rule and a target last: which occurrences those were, and from when on they are tried again."""
+
+    episodes: frozenset[str]
+    again_ns: int
+    noted_ns: int  # when a refusal was last in the audit log
+
+
+class Triggers:
+    """All rules of this agent. Lives in its loop; what it writes is a thread's.
+
+    Args:
+        config: The agent's, with the rules.
+        board: What is measured, what happened, and who runs.
+        desk: Takes the requests, and knows who is traced and how fast they step.
+        store: Where it is written down.
+        disk: The thread for that.
+        audit: Where it is noted what was asked for and refused.
+        now_ns: When the agent starts, on the clock that `tick` is called with.
+        watches: Makes the watches of further kinds of rules, by `on`.
+    """
+
+    def __init__(  # noqa: PLR0917  (the parts of the agent)
+        self, config: Config, board: Board, desk: RequestDesk, store: TriggerStore, disk: Executor,
+        audit: AuditLog, now_ns: int, watches: Mapping[str, Callable[[AnyRule], Watch]] | None = None,
+    ) -> None:  # fmt: skip
+        self.rules: dict[str, AnyRule] = {rule.name: rule for rule in config.triggers}
+        self.counts: dict[str, RuleCounts] = {name: RuleCounts() for name in self.rules}
+        self.ledger = TriggerLedger(config.trigger_budget)
+        self.store = store
+        self.now_ns = now_ns  # of the last tick
+        self._config, self._board, self._desk, self._disk, self._audit = config, board, desk, disk, audit
+        self._values = SeriesValues(
+            board, [of_rule(rule) for rule in config.triggers if isinstance(rule, MetricRule)]
+        )  # fmt: skip
+        self._more = watches or {}
+        self._index = ProcessIndex(board)
+        self.watches: dict[str, Watch | None] = {
+            name: self._watch(rule, now_ns) for name, rule in self.rules.items()
+        }  # fmt: skip
+        self._defects: dict[str, str] = {}  # rule -> what its watch raised last
+        self._tried: dict[tuple[str, int, str], _Tried] = {}
+        self._changed: set[str] = set()  # rules whose counts are not written yet
+
+    async def start(self, now_ns: int) -> None:
+        """Take up what an earlier agent left; the desk has been started."""
+        charges, counts = await asyncio.get_running_loop().run_in_executor(self._disk, self.store.load)
+        self.counts |= {name: kept for name, kept in counts.items() if name in self.rules}
+        self.ledger.add(charges, now_ns)
+        # An agent that was killed between a request and its charge, or whose file was damaged, still has the request.
+        charged = {charge.request for charge in charges}
+        missing = [
+            charge
+            for request in self._desk.requests.values()
+            if request.trigger is not None and request.id not in charged
+            for charge in self._charges(request, request.trigger, request.asked_ns)
+        ]
+        self.ledger.add(missing, now_ns)
+        self._write(missing)
+
+    async def tick(self, now_ns: int) -> None:
+        """Settle what has ended, look at all rules, and ask for what they want.
+
+        Args:
+            now_ns: Nanoseconds since the epoch, of a clock that never jumps while the agent runs.
+        """
+        self.now_ns = now_ns
+        self._settle()
+        longest = max((rule.cooldown for rule in self.rules.values()), default=0.0)
+        self._write(gone=self.ledger.forget(now_ns - max(DAY_NS, int(longest * 1e9))))
+        self._values.refresh()
+        for name, rule in self.rules.items():
+            watch = self.watches[name]
+            try:
+                wanted: _Occurrences = {}
+                for firing in () if watch is None else watch.look(now_ns):
+                    for target in self._targets(rule, firing):
+                        wanted.setdefault((target.uid, target.key), (target, []))[1].append(firing)
+                for target, firings in wanted.values():
+                    await self._try(rule, firings, target, now_ns)
+            except Exception as error:  # a defect of one rule must not stop the others
+                if name not in self._defects:
+                    LOG.exception("trigger %s has a defect", name)
+                self._defects[name] = f"{type(error).__name__}: {error}"
+            else:
+                self._defects.pop(name, None)
+        self._write()
+
+    def readings(self) -> list[Reading]:
+        """What rules have done and cost."""
+        readings = [Reading("trigger_budget_left_bytes", (), float(max(self.ledger.bytes_left(self.now_ns), 0)))]
+        for name, counts in self.counts.items():
+            readings += [
+                Reading("trigger_requests_total", (name,), float(counts.fired)),
+                Reading("trigger_traced_seconds_total", (name,), counts.traced_seconds),
+                Reading("trigger_kept_bytes_total", (name,), float(counts.kept_bytes)),
+                *(
+                    Reading("trigger_refusals_total", (name, reason), float(number))
+                    # Also those that never happened: of a counter that begins at 1, Prometheus does not see the first.
+                    for reason, number in (dict.fromkeys(_REASONS, 0) | counts.refusals).items()
+                ),
+            ]
+        return readings if self.rules else []
+
+    def trouble(self) -> dict[str, str]:
+        """Rule -> why it cannot fire as things are; only those that cannot."""
+        troubles = {}
+        for name, watch in self.watches.items():
+            rule = self.rules[name]
+            why = f"this agent does not watch for `{on(rule)}`" if watch is None else watch.trouble()
+            try:
+                self._desk.check(_wanted(rule, (os.getpid(),), ""))
+            except RequestError as error:
+                why = error.message
+            if why := self._defects.get(name, "") or why:
+                troubles[name] = why
+        return troubles
+
+    def _watch(self, rule: AnyRule, now_ns: int) -> Watch | None:
+        if on(rule) in self._more:
+            return self._more[on(rule)](rule)
+        if isinstance(rule, MetricRule):
+            return MetricWatch(rule, self._values, lambda labels: bool(self._index.concerned(labels)))
+        if isinstance(rule, OomKillRule):
+            return OomKillWatch(self._board)
+        if isinstance(rule, XidRule):
+            return XidWatch(rule, self._board)
+        if isinstance(rule, StepRegressionRule):
+            return StepRegressionWatch(
+                rule, self._desk.steps, self._desk.is_traced, lambda key: key in self._board.processes
+            )
+        return CadenceWatch(rule, self._config.host_name, now_ns) if isinstance(rule, CadenceRule) else None
+
+    def _targets(self, rule: TriggerRule, firing: Firing) -> Iterable[TriggerTarget]:
+        """Whom a rule is to trace; of what only happened it is said where nobody is left."""
+        processes = self._index.concerned(firing.labels)
+        if not processes and firing.labels and not firing.lasts:
+            owners = {label: value for label, value in rule.where.items() if label in OWNER_LABELS}
+            if all(firing.labels.get(label) == value for label, value in owners.items()):
+                key = next(filter(None, firing.labels.values()), "")
+                return [
+                    TriggerTarget(
+                        -1, key, (), TriggerRefusal("no-such-process", "none of its processes is left on this host")
+                    )
+                ]
+        # What the series itself says of them needs no other witness: a rank may be known from its steps alone.
+        where = {label: value for label, value in rule.where.items() if firing.labels.get(label) != value}
+        own = [process for process in owned_so(processes, where) if os.geteuid() in (0, process.uid)]
+        return chosen(rule, own, self._index, self._desk.registry.clients.keys(), self._desk.steps)
+
+    async def _try(self, rule: TriggerRule, firings: list[Firing], target: TriggerTarget, now_ns: int) -> None:
+        """Make the request, or count why there is none; once per occurrence, and now and then while it goes on."""
+        key, episodes = (rule.name, target.uid, target.key), frozenset(firing.episode for firing in firings)
+        tried, firing = self._tried.get(key), firings[0]
+        if tried is not None and episodes <= tried.episodes and now_ns < tried.again_ns:
+            return
+        cooling = self.ledger.cooling(rule.name, target.uid, target.key, rule.cooldown, now_ns)
+        if cooling:
+            refusal: TriggerRefusal | None = TriggerRefusal(
+                "cooldown", f"it was traced of late: not for {cooling:.0f} s"
+            )
+        else:
+            refusal = await self._request(rule, firing, target, now_ns)
+        cooldown_ns = int((cooling or rule.cooldown) * 1e9)
+        if refusal is None:
+            again_ns, noted_ns = now_ns + cooldown_ns if firing.lasts else _NEVER_NS, 0
+        else:
+            again_ns = now_ns + (cooldown_ns if cooling else _AGAIN_NS)
+            counts = self.counts[rule.name]
+            counts.refusals[refusal.reason] = counts.refusals.get(refusal.reason, 0) + 1
+            counts.last_refusal = Refused(
+                at_ns=now_ns, target=target.key, what=firing.what, uid=target.uid, reason=refusal.reason,
+                detail=refusal.detail,
+            )  # fmt: skip
+            self._changed.add(rule.name)
+            noted_ns = tried.noted_ns if tried is not None else 0
+            if not noted_ns or now_ns - noted_ns >= _AGAIN_NS:  # in the audit log once a minute at most
+                noted_ns = now_ns
+                facts = {"target": target.key, "detail": refusal.detail, "why": firing.what}
+                write = partial(self._audit.write, f"trigger {rule.name}", "trigger", refusal.reason, **facts)
+                self._disk.submit(write)
+        self._tried.pop(key, None)  # the one that was tried last stands last
+        self._tried[key] = _Tried(episodes, again_ns, noted_ns)
+        if len(self._tried) > _MOST_TRIED:
+            del self._tried[next(iter(self._tried))]
+
+    async def _request(
+        self, rule: TriggerRule, firing: Firing, target: TriggerTarget, now_ns: int
+    ) -> TriggerRefusal | None:
+        """Ask the desk; why not, where it is refused."""
+        if target.refusal is not None:
+            return target.refusal
+        wanted = _wanted(rule, tuple(process.pid for process in target.processes), target.processes[0].owner.job)
+        uid, cause = target.uid, Cause(rule=rule.name, target=target.key, what=firing.what)
+
+        def may_trace(owner: int) -> bool:
+            return owner == uid
+
+        try:
+            processes = self._desk.matching(wanted, may_trace)  # also those that a launcher has started
+            if any(self._desk.is_traced(process.key) for process in processes):
+                return TriggerRefusal("traced", "it is being traced already")
+            seconds = {process.key: self._seconds(wanted, process.key) for process in processes}
+            refusal = self.ledger.refusal(processes, seconds, len(rule.profilers), now_ns)
+            if refusal is not None:
+                return refusal
+            request = await self._desk.submit(
+                wanted, f"trigger {rule.name}", may_trace, trigger=cause, most_bytes=self.ledger.reserve(1)
+            )
+        except RequestError as error:
+            return TriggerRefusal(error.slug, error.message)
+        charges = list(self._charges(request, cause, now_ns))
+        self.ledger.add(charges, now_ns)
+        counts = self.counts[rule.name]
+        counts.fired += 1
+        counts.last = Fired(at_ns=request.asked_ns, request=request.id, target=target.key, what=firing.what, uid=uid)
+        self._changed.add(rule.name)
+        self._write(charges)
+        pids = sorted({each.pid for each in request.targets})
+        facts = {"request": request.id, "of": uid, "pids": pids, "why": firing.what}
+        self._disk.submit(partial(self._audit.write, f"trigger {rule.name}", "trigger", "done", **facts))
+        return None
+
+    def _seconds(self, wanted: Wanted, process: str) -> float:
+        """How long a process is traced at most, as far as it can be said before."""
+        rate, most = self._desk.steps.per_second(process), self._config.traces.most_seconds
+        by_steps = 2 * ((wanted.steps or 0) + 1) * (1 / rate if rate else _GUESSED_STEP_S)
+        return min(by_steps if wanted.duration_s is None else wanted.duration_s, most)
+
+    def _charges(self, request: TraceRequest, cause: Cause, at_ns: int) -> Iterator[Charge]:
+        """What a request costs at most: one per process."""
+        for process in dict.fromkeys(target.process for target in request.targets):
+            files = sum(target.process == process for target in request.targets)
+            yield Charge(
+                request=request.id, process=process, rule=cause.rule, uid=request.uid, target=cause.target, at_ns=at_ns,
+                seconds=self._seconds(request.wanted, process),
+                bytes=files * (request.most_bytes or self.ledger.reserve(1)),
+            )  # fmt: skip
+
+    def _settle(self) -> None:
+        """Put what was measured in the place of what was set aside, for requests that have ended."""
+        settled = []
+        for charge in self.ledger.charges:
+            if charge.settled:
+                continue
+            request = self._desk.requests.get(charge.request)
+            if request is not None and not request.ended:
+                continue
+            if request is not None:  # of one that was forgotten nobody knows more
+                seconds = [0.0]
+                targets = [target for target in request.targets if target.process == charge.process]
+                for target in targets:
+                    if target.window_start_ns is not None and target.window_end_ns is not None:
+                        window_ns = max(target.window_end_ns - target.window_start_ns, 0)
+                        seconds.append(window_ns / 1e9 * target.attempt)
+                    elif target.state != "failed" or target.reason not in _UNTRACED:
+                        seconds.append(charge.seconds)  # nobody measured it: what was set aside
+                charge.seconds = max(seconds)
+                charge.bytes = sum(target.bytes or 0 for target in targets)
+            charge.settled = True
+            settled.append(charge)
+            counts = self.counts.get(charge.rule)
+            if counts is not None:
+                counts.traced_seconds += charge.seconds
+                counts.kept_bytes += charge.bytes
+                self._changed.add(charge.rule)
+        if settled:
+            self._write(settled)
+
+    def _write(self, charges: list[Charge] | None = None, gone: list[Charge] | None = None) -> None:
+        """Hand copies of what has changed to the disk's thread."""
+        changed, self._changed = self._changed, set()
+        if charges or gone or changed:
+            rules = {name: copy.deepcopy(self.counts[name]) for name in changed}
+            self._disk.submit(self.store.put, copy.deepcopy(charges or []), rules, gone or [])
+
+
+def _wanted(rule: TriggerRule, pids: tuple[int, ...], job: str) -> Wanted:
+    """What a rule asks the desk for."""
+    steps = USUAL_STEPS if rule.steps is None and rule.duration is None else rule.steps
+    return Wanted(
+        pids=pids, job=job, profilers=rule.profilers, steps=steps, duration_s=rule.duration, shapes=rule.shapes,
+        stacks=rule.stacks,
+    )  # fmt: skip
+
+
+def on(rule: AnyRule) -> str:
+    """The kind of a rule, as `on` of agent.toml names it."""
+    return str(rule.__struct_config__.tag)

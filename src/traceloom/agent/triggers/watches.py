@@ -1,0 +1,466 @@
+"""Host conditions: metric, OOM kill, Xid, hang, step regression, schedule.
+
+values.py (the board by metric) ─► metric.py ┐
+              events.py, regression.py, cadence.py ┴─► engine.py ─► requests/desk.py
+                     targets.py (whom), ledger.py (how much), store.py (SQLite) ┘
+
+Two things must be so. The median of the last N steps is above that of the steps before by the share of the rule. And of
+the last N so many are above the median before as chance gives once in a million looks: had nothing changed, each would
+be above it as often as below. Steps while a trace runs are left out: tracing slows them down.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import NamedTuple, Protocol, TypeVar
+
+from traceloom.agent.config import CadenceRule, MetricRule, StepRegressionRule, XidRule
+from traceloom.agent.hangs.service import HangDesk
+from traceloom.agent.history import unit
+from traceloom.agent.metrics import METRICS, PREFIX
+from traceloom.agent.snapshot import Board, Sheet
+from traceloom.agent.steps import Steps
+from traceloom.errors import nearest
+from traceloom.system.units import byte_rate, count_of, duration, per_cent, size
+
+
+class Firing(NamedTuple):
+    """What a rule watches for is so now.
+
+    `labels` say whom it is about: `process` (a key), `device` (a uuid), `cgroup`, or `job` and perhaps `rank`; without
+    any it is the whole host. `episode` is the same text for as long as it is the same occurrence. `what` is the
+    sentence that the request carries. `lasts`: whether another trace is worth having while it goes on.
+    """
+
+    labels: Mapping[str, str]
+    episode: str
+    what: str
+    lasts: bool = False
+
+
+class Watch(Protocol):
+    """What a rule watches for. Called in the agent's loop, about once a second."""
+
+    def look(self, now_ns: int) -> Iterable[Firing]:
+        """What is so now; what merely happened is given once.
+
+        Args:
+            now_ns: Nanoseconds since the epoch, of a clock that never jumps.
+        """
+
+    def trouble(self) -> str:
+        """Why it cannot fire as things are; "" where it can."""
+
+
+Labels = tuple[str, ...]
+
+
+class MatchingSeries(NamedTuple):
+    """Series that a rule looks at: of a metric, with these labels (column and value)."""
+
+    metric: str
+    labels: tuple[tuple[int, str], ...]
+
+    def takes(self, labels: Labels) -> bool:
+        """Whether a series of the metric is one of them."""
+        return all(labels[column] == value for column, value in self.labels)
+
+    @property
+    def key(self) -> tuple[str, int, str]:
+        """What it is filed under: its first label stands for all."""
+        return (self.metric, *(self.labels[0] if self.labels else (-1, "")))
+
+
+def matching(metric: str, where: Mapping[str, str]) -> MatchingSeries:
+    """The series of a metric by those of the labels that it has."""
+    names = METRICS[metric].labels
+    return MatchingSeries(
+        metric, tuple((names.index(label), value) for label, value in where.items() if label in names)
+    )
+
+
+class SeriesValues:
+    """Values as they were delivered last; counters as rates per second since the time before.
+
+    Args:
+        board: Where they are.
+        wanted: What rules look at.
+    """
+
+    def __init__(self, board: Board, wanted: Iterable[MatchingSeries]) -> None:
+        self._board = board
+        self._columns: dict[str, set[int]] = {}
+        self._filed = {each.key for each in wanted}
+        for metric, column, _ in self._filed:
+            self._columns.setdefault(metric, set()).add(column)
+        self._sheets: dict[str, Sheet] = {}
+        self._files: dict[str, dict[tuple[str, int, str], dict[Labels, float]]] = {}  # by collector
+        self.changed = 0  # how often anything was delivered, or taken away
+
+    def refresh(self) -> None:
+        """Take what is new on the board: once per tick, for all rules."""
+        for collector in [name for name in self._sheets if name not in self._board.sheets]:
+            del self._sheets[collector], self._files[collector]
+            self.changed += 1
+        for collector, sheet in self._board.sheets.items():
+            before = self._sheets.get(collector)
+            if before is not sheet:
+                files: dict[tuple[str, int, str], dict[Labels, float]] = {}
+                for series, value in sheet.values.items():
+                    columns = self._columns.get(series[0])
+                    if columns is None:
+                        continue
+                    now = value
+                    if METRICS[series[0]].kind == "counter":  # its rate per second, at first sight unknown
+                        last = before.values.get(series) if before is not None else None
+                        if before is None or last is None or sheet.at_ns <= before.at_ns:
+                            continue
+                        # One that was set back began anew at 0.
+                        now = (value - last if value >= last else value) / ((sheet.at_ns - before.at_ns) / 1e9)
+                    for column in columns:
+                        key = (series[0], column, series[1][column] if column >= 0 else "")
+                        if key in self._filed:
+                            files.setdefault(key, {})[series[1]] = now
+                self._files[collector] = files
+                self._sheets[collector] = sheet
+                self.changed += 1
+
+    def of(self, matching: MatchingSeries) -> Iterable[tuple[Labels, float]]:
+        """The series that match, as they are now."""
+        for files in self._files.values():
+            for labels, value in files.get(matching.key, {}).items():
+                if matching.takes(labels):
+                    yield labels, value
+
+    def delivered(self) -> set[str]:
+        """Metrics that have a series now."""
+        return {metric for sheet in self._board.sheets.values() for metric, _ in sheet.values}
+
+
+_MOST_GONE = 10_000  # series that are absent
+
+
+@dataclass(slots=True)
+class _SeriesSeen:
+    """Of a series: its last value; since when it is as the rule says (None: it is not); and when it was there last."""
+
+    value: float
+    since_ns: int | None
+    at_ns: int
+    # Of the last while, what may still be the least and the greatest, oldest first: (instant, value).
+    least: deque[tuple[int, float]] = field(default_factory=deque)
+    greatest: deque[tuple[int, float]] = field(default_factory=deque)
+
+
+class MetricWatch:
+    """Looks at series when they are delivered.
+
+    Args:
+        rule: What to look for.
+        values: The board's.
+        still_there: Whether those whom labels name are there, so that a series of theirs could be, too.
+    """
+
+    def __init__(
+        self, rule: MetricRule, values: SeriesValues, still_there: Callable[[Mapping[str, str]], bool]
+    ) -> None:
+        self.rule = rule
+        self.matching = of_rule(rule)
+        self._values, self._still_there = values, still_there
+        self._series: dict[Labels, _SeriesSeen] = {}
+        self._looked = -1
+        metric = METRICS[self.matching.metric]
+        # The `device` of a network card is none that processes are on.
+        whose = () if metric.name.startswith("rdma_") else ("process", "device", "cgroup", "job", "rank")
+        self._whose = [(column, label) for column, label in enumerate(metric.labels) if label in whose]
+
+    def look(self, now_ns: int) -> Iterator[Firing]:
+        """Series for which the rule holds, for as long as it does."""
+        rule, fresh = self.rule, self._values.changed != self._looked
+        if fresh:
+            self._looked = self._values.changed
+            self._take(now_ns)
+        for labels, seen in list(self._series.items()):
+            if rule.absent is not None:
+                if now_ns - seen.at_ns < rule.absent * 1e9:
+                    continue
+                if not self._still_there({label: labels[column] for column, label in self._whose}):
+                    del self._series[labels]
+                    continue
+                since_ns, words = seen.at_ns, f"was absent for {(now_ns - seen.at_ns) / 1e9:.0f} s"
+            elif seen.since_ns is not None and seen.at_ns - seen.since_ns >= rule.for_seconds * 1e9:
+                measure, since_ns = unit(self.matching.metric), seen.since_ns
+                value = _written(seen.value, measure)
+                if rule.changed is not None:
+                    apart = seen.greatest[0][1] - seen.least[0][1]
+                    words = f"changed by {_written(apart, measure)} within {rule.within:g} s, to {value}"
+                else:
+                    side, limit = ("above", rule.above) if rule.above is not None else ("below", rule.below)
+                    lasting = f" for {rule.for_seconds:g} s" if rule.for_seconds else ""
+                    words = f"is {value}, {side} {_written(limit or 0.0, measure)}{lasting}"
+            else:
+                continue
+            names = METRICS[self.matching.metric].labels
+            of = ", ".join(f"{name} {value}" for name, value in zip(names, labels, strict=True) if value)
+            yield Firing(
+                ({label: labels[column] for column, label in self._whose}), f"{labels}@{since_ns}",
+                f"{self.matching.metric}{f' of {of}' if of else ''} {words}", lasts=True,
+            )  # fmt: skip
+
+    def trouble(self) -> str:
+        """Whether there is any series to look at."""
+        if self._series or any(True for _ in self._values.of(self.matching)):
+            return ""
+        delivered, metric = self._values.delivered(), self.matching.metric
+        if metric not in delivered:
+            likely = nearest(metric, delivered).removeprefix("did you mean ").rstrip("? ")
+            return f"no collector delivers `{metric}` here now" + (f", but {likely}" if likely else "")
+        if METRICS[metric].kind == "counter" and not self.matching.labels:
+            return ""  # its rate is there when it has been delivered twice
+        return f"no series of `{metric}` has the labels of `where`"
+
+    def _take(self, now_ns: int) -> None:
+        rule, there = self.rule, set()
+        for labels, value in self._values.of(self.matching):
+            if math.isnan(value):
+                continue
+            there.add(labels)
+            seen = self._series.get(labels)
+            if seen is None:
+                seen = self._series[labels] = _SeriesSeen(value, None, now_ns)
+            seen.value, seen.at_ns = value, now_ns
+            if rule.changed is not None and rule.within is not None:
+                # How far the values since then are apart; each value enters and leaves each queue once
+                oldest_ns = now_ns - int(rule.within * 1e9)
+                for queue, sign in ((seen.least, 1.0), (seen.greatest, -1.0)):
+                    while queue and queue[0][0] < oldest_ns:
+                        queue.popleft()
+                    while queue and sign * queue[-1][1] >= sign * seen.value:
+                        queue.pop()
+                    queue.append((seen.at_ns, seen.value))
+                holds = seen.greatest[0][1] - seen.least[0][1] >= rule.changed
+            else:
+                holds = (rule.above is not None and value > rule.above) or (
+                    rule.below is not None and value < rule.below
+                )
+            seen.since_ns = (seen.since_ns if seen.since_ns is not None else now_ns) if holds else None
+        gone = [labels for labels in self._series if labels not in there]
+        # What is not there is not above anything; an absent one is kept until those whom it was of are gone.
+        for labels in gone if rule.absent is None else gone[:-_MOST_GONE]:
+            del self._series[labels]
+
+
+def _written(value: float, measure: str) -> str:
+    if measure in ("bytes", "bytes/s") and math.isfinite(value):
+        return size(int(value)) if measure == "bytes" else byte_rate(value)
+    return f"{value:.4g}" if measure in ("", "1", "ratio") else f"{value:.4g} {measure}"
+
+
+def of_rule(rule: MetricRule) -> MatchingSeries:
+    """The series that a rule looks at."""
+    return matching(rule.metric.removeprefix(PREFIX), rule.where)
+
+
+Event = TypeVar("Event")
+
+
+class OomKillWatch:
+    """Gives each kill once; of its job those are meant who are left.
+
+    Args:
+        board: Where kills are noted.
+    """
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self._last = board.oom_kills[-1] if board.oom_kills else None
+
+    def look(self, now_ns: int) -> Iterator[Firing]:  # noqa: ARG002  (of the protocol)
+        """Kills since the last look."""
+        kills, last = self._board.oom_kills, self._last
+        self._last = kills[-1] if kills else last
+        for kill in _since(kills, last):
+            yield Firing(
+                {"job": kill.job} if kill.job else {"cgroup": kill.cgroup}, f"{kill.cgroup}@{kill.at_ns}",
+                f"{count_of(kill.kills, 'process')} killed for want of memory in {kill.cgroup}",
+            )  # fmt: skip
+
+    def trouble(self) -> str:
+        """Whether kills are counted here."""
+        counted_here = any(metric == "oom_kills_total" for (metric, _), _, _ in self._board.values())
+        return "" if counted_here else "no collector counts processes that are killed for want of memory"
+
+
+class XidWatch:
+    """Gives each error of a device once.
+
+    Args:
+        rule: Which errors.
+        board: Where events of devices are noted.
+    """
+
+    def __init__(self, rule: XidRule, board: Board) -> None:
+        self._rule, self._board = rule, board
+        self._last = board.events[-1] if board.events else None
+
+    def look(self, now_ns: int) -> Iterator[Firing]:  # noqa: ARG002  (of the protocol)
+        """Errors since the last look."""
+        events, last = self._board.events, self._last
+        self._last = events[-1] if events else last
+        for event in _since(events, last):
+            if event.kind == "xid" and (not self._rule.codes or event.code in self._rule.codes):
+                code = "" if event.code is None else f" {event.code}"
+                text = f": {event.text}" if event.text else ""
+                yield Firing(
+                    {"device": event.device}, f"{event.device}@{event.at_ns}{code}",
+                    f"Xid{code} of device {event.device}{text}",
+                )  # fmt: skip
+
+    def trouble(self) -> str:
+        """Whether there are devices that have such errors."""
+        nvidia = any(device.vendor == "nvidia" for device in self._board.devices.values())
+        return "" if nvidia else "no device of NVIDIA is here, and only those have Xid errors"
+
+
+def _since(events: Sequence[Event], last: Event | None) -> Sequence[Event]:
+    """Those after the last that was seen; all where it is no longer there."""
+    for index in range(len(events) - 1, -1, -1):
+        if events[index] is last:
+            return events[index + 1 :]
+    return events
+
+
+class HangRuleWatch:
+    """Gives each hang once it is sure.
+
+    Args:
+        hangs: Knows them.
+    """
+
+    def __init__(self, hangs: HangDesk) -> None:
+        self._hangs = hangs
+        self._known: frozenset[str] | None = None  # as of the last look; None before it: what an earlier agent saw
+
+    def look(self, now_ns: int) -> Iterator[Firing]:  # noqa: ARG002  (of the protocol)
+        """Hangs that began since the last look and of which it is known whom the others wait for."""
+        described = [record for record in self._hangs.records if record.sentence]
+        before, self._known = self._known, frozenset(record.id for record in described)
+        for record in described:
+            if before is not None and record.id not in before and record.state == "hangs":
+                yield Firing({"job": record.hang.job}, record.id, record.sentence)
+
+    def trouble(self) -> str:
+        """Whether hangs are watched for here."""
+        return "" if self._hangs.config.hangs.watch else "hangs are not watched for: `hangs.watch` is off"
+
+
+class CadenceWatch:
+    """Fires when the next stretch of time begins; in the one in which the agent started it does not.
+
+    Args:
+        rule: How often.
+        host: Whose; hosts of a fleet are not traced at one instant.
+        now_ns: When the agent starts.
+    """
+
+    def __init__(self, rule: CadenceRule, host: str, now_ns: int) -> None:
+        self._name, self._every_ns = rule.name, int(rule.every * 1e9)
+        digest = hashlib.sha256(f"{host}\0{rule.name}".encode()).digest()
+        self.phase_ns = int.from_bytes(digest[:8], "big") % self._every_ns
+        self._first = (now_ns - self.phase_ns) // self._every_ns
+
+    def look(self, now_ns: int) -> Iterator[Firing]:
+        """The stretch that is now."""
+        stretch = (now_ns - self.phase_ns) // self._every_ns
+        if stretch != self._first:
+            yield Firing({}, f"{self._name}#{stretch}", f"every {duration(self._every_ns)}")
+
+    def trouble(self) -> str:
+        """A clock always goes on."""
+        return ""
+
+
+_BEFORE = 4  # so many times N steps are what they were before
+_DEVIATIONS = 4.9  # standard deviations of the number above the median: one chance in two million
+_MOST_PROCESSES = 4096
+
+
+@dataclass(slots=True)
+class _Past:
+    """Durations of a process in seconds: those before, and the last ones until there are N."""
+
+    before: deque[float]
+    last: list[float] = field(default_factory=list)
+    slow: tuple[float, float] | None = None  # the medians before and now, while it is slower
+    episode: int = 0
+
+
+class StepRegressionWatch:
+    """Hears of steps as they come, and compares when N more are there.
+
+    Args:
+        rule: By how much, of how many.
+        steps: Tells of them.
+        is_traced: Whether a process is traced now, by key.
+        exists: Whether there is such a process.
+    """
+
+    def __init__(
+        self, rule: StepRegressionRule, steps: Steps, is_traced: Callable[[str], bool], exists: Callable[[str], bool]
+    ) -> None:
+        self._rule, self._is_traced, self._exists = rule, is_traced, exists
+        self._past: dict[str, _Past] = {}
+        steps.listeners.append(self._hear)
+
+    def look(self, now_ns: int) -> Iterator[Firing]:  # noqa: ARG002  (of the protocol)
+        """Processes that are slower than they were."""
+        for process, past in list(self._past.items()):
+            if past.slow is None:
+                continue
+            if not self._exists(process):
+                del self._past[process]
+                continue
+            before, now = past.slow
+            pid = process.partition("@")[0]
+            yield Firing(
+                {"process": process}, f"{process}#{past.episode}",
+                f"the last {self._rule.last} steps of process {pid} took {duration(int(now * 1e9))} "
+                f"in the median, {per_cent(now / before - 1)} % more than the {duration(int(before * 1e9))} before",
+            )  # fmt: skip
+
+    def trouble(self) -> str:
+        """Whether steps of any process are known."""
+        return "" if self._past else "no steps of any process are known yet: they are reported, or counted by probes"
+
+    def _hear(self, process: str, durations: Sequence[tuple[float, int]]) -> None:
+        if self._is_traced(process):
+            return
+        past = self._past.get(process)
+        if past is None:
+            self._past = {key: old for key, old in self._past.items() if self._exists(key)}
+            if len(self._past) >= _MOST_PROCESSES:
+                return
+            past = self._past[process] = _Past(deque(maxlen=_BEFORE * self._rule.last))
+        for seconds, number in durations:
+            # Steps with one mean, as probes see them, are no witnesses of their own: it takes ten looks at least.
+            past.last += [seconds] * min(number, max(self._rule.last // 10, 1))
+            while len(past.last) >= self._rule.last:
+                window, past.last = past.last[: self._rule.last], past.last[self._rule.last :]
+                # N steps are judged by those before; slower ones never become what was before.
+                if len(past.before) < 2 * len(window):
+                    past.before.extend(window)
+                    continue
+                before, now = median(past.before), median(window)
+                above = sum(each > before for each in window)
+                certain = above - len(window) / 2 >= _DEVIATIONS * math.sqrt(len(window)) / 2
+                if certain and now > before * (1 + self._rule.by):
+                    past.episode += past.slow is None
+                    past.slow = (before, now)
+                else:
+                    past.slow = None
+                    past.before.extend(window)

@@ -1,0 +1,503 @@
+"""Every collective as a row: size, bandwidth, exposed time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from traceloom.analyze.ancestry import forest
+from traceloom.analyze.bandwidth import with_peaks, with_sizes
+from traceloom.analyze.collective_names import (
+    backend_of,
+    describe_collectives,
+    host_calls,
+    kinds_of_kernels,
+    with_names,
+)
+from traceloom.analyze.gpu_work import stream_waits
+from traceloom.analyze.host_events import (
+    BACKWARD,
+    FORWARD,
+    LOADING,
+    OPTIMIZER,
+    PHASES,
+    blocking_calls,
+    classify_events,
+    is_communication_scope,
+)
+from traceloom.analyze.intervals import EMPTY, Spans, coverage, difference, union
+from traceloom.analyze.kernel_rules import Rule, gpu_work
+from traceloom.analyze.steps import contains, durations, per_step, whole_steps
+from traceloom.errors import InputError
+from traceloom.formats.arguments import read_event_texts, readable
+from traceloom.trace.array_types import Bools, Ints
+from traceloom.trace.arrays import column, row_numbers
+from traceloom.trace.batch import TRACE, of_each, of_events, per_trace, stacked, unstacked
+from traceloom.trace.frames import Result, cast_to_schema, schema
+from traceloom.trace.session import Session
+from traceloom.trace.trace import Trace
+
+WhereType = pl.Enum(["device", "host"])
+PhaseType = pl.Enum(PHASES)
+FIELDS = (
+    "kind", "group", "group_size", "members", "sequence", "element_type",
+    "in_bytes", "out_bytes", "peer", "in_splits", "out_splits", "bytes",
+)  # fmt: skip
+"""What the file can say of a collective."""
+
+_OWN_BYTES = ("in_bytes", "out_bytes", "in_splits", "out_splits", "bytes", "sequence")
+_OF_AMD = re.compile(r"\bMI\d|AMD|Radeon", re.IGNORECASE)
+_LEVELS = 4  # annotation > (op >) launch; more than enough, and bounded
+
+
+def communication_calls(trace: Trace, rules: Iterable[Rule] = ()) -> pl.DataFrame:
+    """Communication of a trace, kernels first, each by start.
+
+    Returns:
+        Columns where (device, host), event, name, backend, device, stream (null on the host), step, phase, start_ns,
+        end_ns (>= start), launch (the call that submitted it; null on the host and where it is not recorded) and
+        `FIELDS`.
+    """
+    rules = tuple(rules)
+    return _calls([trace], rules)[0] if rules else _calls_by_default_rules(trace)
+
+
+def sum_or_null(column: str) -> pl.Expr:
+    """The sum of a column; null where a value is not recorded."""
+    return pl.when(pl.col(column).is_not_null().all()).then(pl.col(column).sum())
+
+
+def _calls(traces: Sequence[Trace], rules: tuple[Rule, ...] = ()) -> list[pl.DataFrame]:
+    kernels = stacked(gpu_work(trace, rules) for trace in traces).filter(pl.col("category") == "communication")
+    descriptions = describe_collectives(traces)
+    on_host = host_calls(traces, descriptions)
+    own = list(zip(traces, unstacked(kernels, traces), unstacked(on_host, traces), strict=True))
+    annotations = pl.concat([row_numbers(_annotations(*each)) for each in own])
+    # a kernel's own arguments, else those of the op that launched it, else those of the annotation, else its name
+    sources = []
+    keys = [TRACE, "event"]
+    for events, descriptions_of in (
+        (kernels["event"], descriptions),
+        (kernels["op"], descriptions),
+        (annotations, on_host),
+    ):
+        # sizes only where the event comes once, or they would count several times
+        rows = pl.DataFrame([kernels[TRACE], events.alias("event")])
+        joined = rows.with_columns(once=pl.struct(keys).is_unique() & pl.col("event").is_not_null())
+        joined = joined.join(descriptions_of, on=keys, how="left", maintain_order="left")
+        sources.append(joined.with_columns(pl.when("once").then(name).alias(name) for name in _OWN_BYTES))
+    by_name = kinds_of_kernels(tuple(kernels["name"].unique().sort().to_list()))
+    sources.append(kernels[["name"]].join(by_name, on="name", how="left", maintain_order="left"))
+    amd = pl.Series([_of_amd(trace) for trace in traces], dtype=pl.Boolean)[kernels[TRACE]]
+    kernels = kernels.with_columns(
+        *(pl.coalesce(*(source[name] for source in sources if name in source)).alias(name) for name in FIELDS),
+        backend_of("rule", amd=amd).alias("backend"),
+    )
+    others_ns = np.concatenate([_others_ns(trace, calls) for trace, _, calls in own])
+    names = of_events(traces, on_host, "event", "name").alias("name")
+    hosted = on_host.with_columns(
+        names,
+        pl.lit(None, pl.UInt32).alias("launch"),
+        pl.lit(None, pl.UInt32).alias("op"),
+        pl.lit(None, pl.Int32).alias("device"),
+        pl.lit(None, pl.Int64).alias("stream"),
+        backend=pl.lit(names).str.extract(r"^(\w+):").str.to_lowercase(),
+        end_ns=pl.col("end_ns") - pl.Series(others_ns, dtype=pl.Int64),
+    )
+    calls = pl.concat([_placed(traces, kernels, "device"), _placed(traces, hosted, "host")])
+    return unstacked(calls.sort(TRACE, maintain_order=True), traces)
+
+
+def _of_amd(trace: Trace) -> bool:
+    """Whether the devices of a trace are AMD's."""
+    return any(name.startswith(("hip", "roc")) for name in trace.meta.versions) or any(
+        _OF_AMD.search(name or "") is not None for name in trace.devices["name"]
+    )
+
+
+def _annotations(trace: Trace, kernels: pl.DataFrame, on_host: pl.DataFrame) -> Ints:
+    """The annotation (`nccl:all_to_all`) around the launch of each kernel, within a few levels; -1 for none."""
+    around = np.full(kernels.height, -1)
+    if on_host.height and kernels.height:
+        above = kernels["launch"].cast(pl.Int64).fill_null(-1).to_numpy()
+        parent, is_call = column(trace, "parent", -1), np.zeros(trace.events.height + 1, dtype=np.bool_)
+        is_call[on_host["event"].to_numpy()] = True
+        for _ in range(_LEVELS):
+            above = np.where(above >= 0, parent[above], -1)
+            around = np.where((around < 0) & is_call[above], above, around)
+    return around
+
+
+def _others_ns(trace: Trace, on_host: pl.DataFrame) -> Ints:
+    """How much longer each call takes because it is a region around other parts of the step."""
+    if not on_host.height or not is_communication_scope(trace).any():
+        return np.zeros(on_host.height, dtype=np.int64)
+    tree = forest(trace)
+    part = tree.topmost(np.isin(classify_events(trace).phase, (LOADING, FORWARD, BACKWARD, OPTIMIZER)))
+    at = tree.position[on_host["event"].to_numpy()]
+    inside_ns = tree.subtree_sums(np.where(part, tree.span_ns(), 0))
+    return np.where(is_communication_scope(trace)[at] & ~part[at], inside_ns[at], 0)
+
+
+def _placed(traces: Sequence[Trace], rows: pl.DataFrame, where: str) -> pl.DataFrame:
+    """With step and phase: of the kernel's launch, or of the call itself."""
+    members = stacked(trace.groups.select("group", of_group="ranks", of_size="size") for trace in traces)
+    grouped = rows.join(
+        members.unique([TRACE, "group"], keep="first"), on=[TRACE, "group"], how="left", maintain_order="left"
+    )
+    members_of = pl.coalesce("members", "of_group")
+    size = pl.coalesce("group_size", "of_size", members_of.list.len().cast(pl.Int32))
+    sources = unstacked(rows.select(TRACE, event=pl.coalesce("launch", "op", "event")), traces)
+    return grouped.select(
+        TRACE,
+        pl.lit(where, WhereType).alias("where"),
+        "event",
+        "name",
+        "backend",
+        "device",
+        "stream",
+        of_events(traces, rows, "event", "step"),
+        pl.concat([_phases(trace, source["event"]) for trace, source in zip(traces, sources, strict=True)]),
+        "start_ns",
+        "end_ns",
+        "launch",
+        *({"members": members_of, "group_size": size}.get(name, pl.col(name)).alias(name) for name in FIELDS),
+    )
+
+
+def _phases(trace: Trace, events: pl.Series) -> pl.Series:
+    """Forward, backward or optimizer, where something around the event says so, or where a call that is alone on its
+    thread begins while the backward pass runs on another; null elsewhere.
+    """
+    none = pl.Series("phase", [None] * events.len(), dtype=PhaseType)
+    tree = forest(trace)
+    if not events.len() or not tree.row.size:
+        return none
+    phase_of = classify_events(trace).phase
+    rows = events.cast(pl.Int64).fill_null(-1).to_numpy()
+    at = np.where(rows >= 0, tree.position[rows], -1)
+    phased = np.isin(phase_of, (FORWARD, BACKWARD, OPTIMIZER))
+    nearest = tree.nearest_or_self(phased)
+    source = np.where(at >= 0, nearest[np.maximum(at, 0)], -1)
+    # gloo's calls stand alone on threads of their own: their phase is what autograd's thread does meanwhile
+    alone = np.flatnonzero((at >= 0) & (source < 0) & (tree.parent[np.maximum(at, 0)] < 0))
+    codes = np.where(source >= 0, phase_of[np.maximum(source, 0)], len(PHASES))
+    backward = np.flatnonzero((phase_of == BACKWARD) & (tree.parent < 0))
+    if alone.size and backward.size:
+        spans = union(tree.start_ns[backward], tree.end_ns[backward])
+        codes[alone[contains(spans, tree.start_ns[at[alone]])]] = BACKWARD
+    return pl.Series([*PHASES, None], dtype=PhaseType)[codes].alias("phase")
+
+
+_calls_by_default_rules = per_trace(of_each(_calls))
+
+CALL_SCHEMA = schema(
+    "rank event where device stream step phase start_ns duration_ns kind backend name group",
+    "group_size members sequence peer element_type in_bytes out_bytes in_splits out_splits",
+    "size_bytes bus_factor algorithm_gb_per_s bus_gb_per_s link link_peak_gb_per_s link_fraction",
+    "algorithm protocol name_certain channels exposed_ns blocking_ns launch launch_ns",
+    {"where": WhereType, "phase": PhaseType, "members": pl.List(pl.Int32())},
+    {"in_splits": pl.List(pl.Int64()), "out_splits": pl.List(pl.Int64())},
+)
+SUMMARY_KEYS = ("where", "kind", "group", "group_size", "size_bytes")
+SUMMARY_SCHEMA = schema(
+    *SUMMARY_KEYS,
+    "count total_ns min_ns median_ns max_ns bus_gb_per_s best_bus_gb_per_s link_fraction",
+    "exposed_ns blocking_ns mean_total_ns min_total_ns max_total_ns mean_call_count step_count",
+    {"where": WhereType},
+)
+
+_SUBMITS = ("nccl", "rccl", "hccl", "xccl", "oneccl")  # back ends whose host calls only submit kernels
+# Work that was ready starts this soon after what it waited for; later, something else held it back.
+_PROMPT_NS = 30_000
+# A host call that waits for a stream returns this soon after the stream's work is done.
+_RETURN_NS = 100_000
+_GRID = re.compile(rb'"grid"\s*:\s*\[\s*(\d{1,18})')
+_MOST_BYTES = 256 << 20  # of text: to read more of it a second time is not worth this number
+
+
+@dataclass(frozen=True)
+class Collectives(Result):
+    """The collectives of one trace. Definitions: docs/concepts/collectives.md.
+
+    Attributes:
+        calls: One row per communication kernel, and per collective that runs on a host thread, by start. `size_bytes`
+            is the message that bandwidth is defined on; `algorithm_gb_per_s` and `bus_gb_per_s` (10^9 bytes/s) are
+            over the whole duration, waiting for other ranks included; `link_fraction` is of the link's peak in one
+            direction, null where the group may leave the host; `name_certain` says whether the library launches
+            kernels of that name for nothing else; `exposed_ns` and `blocking_ns` are null on the host.
+        summary: One row per place, kind, group and size, largest total first, with the spread of single calls
+            (min_ns, median_ns, max_ns), the median and best bus bandwidth, and per whole step mean_total_ns,
+            min_total_ns, max_total_ns, mean_call_count.
+    """
+
+    calls: pl.DataFrame
+    summary: pl.DataFrame
+
+
+def collectives(trace: Trace, rules: Iterable[Rule] = (), *, peak_gb_per_s: float | None = None) -> Collectives:
+    """Describe every collective of a trace.
+
+    Args:
+        trace: One process's trace.
+        rules: Kernel rules of the user's, before the built-in table.
+        peak_gb_per_s: Peak of the link of one device in one direction, for groups of which it is not known.
+    """
+    if peak_gb_per_s is None and not rules:
+        return _summed(trace)
+    return next(iter(_collectives([trace], _rows([trace], tuple(rules), peak_gb_per_s))))
+
+
+@of_each
+def _summed(traces: Sequence[Trace]) -> Iterable[Collectives]:
+    return _collectives(traces, [_without_rules(trace) for trace in traces])
+
+
+def _collectives(traces: Sequence[Trace], calls: Sequence[pl.DataFrame]) -> Iterable[Collectives]:
+    rows = stacked(calls)
+    keys = [TRACE, *SUMMARY_KEYS]
+    duration = pl.col("duration_ns")
+    sums = rows.group_by(keys, maintain_order=True).agg(
+        pl.len().alias("count"),
+        duration.sum().alias("total_ns"),
+        duration.min().alias("min_ns"),
+        duration.median().cast(pl.Int64).alias("median_ns"),
+        duration.max().alias("max_ns"),
+        pl.col("bus_gb_per_s").median(),
+        pl.col("bus_gb_per_s").max().alias("best_bus_gb_per_s"),
+        pl.col("link_fraction").median(),
+        sum_or_null("exposed_ns"),
+        sum_or_null("blocking_ns"),
+    )
+    counted = rows.select(*keys, "step", duration.alias("total_ns"), pl.lit(1, pl.Int64).alias("call_count"))
+    spread = per_step(counted, keys, ["total_ns", "call_count"], stacked(map(whole_steps, traces)))
+    summary = sums.join(spread, on=keys, how="left", nulls_equal=True, maintain_order="left").sort(
+        TRACE, "total_ns", "kind", "size_bytes", descending=[False, True, False, False], nulls_last=True
+    )
+    return map(Collectives, calls, unstacked(summary, traces, SUMMARY_SCHEMA))
+
+
+def collectives_of(session: Session) -> pl.DataFrame:
+    """The calls of all traces of a session in one frame, with `trace` (its place in `session.traces`) before them."""
+    return pl.concat(
+        [
+            _without_rules(trace).select(pl.lit(number, pl.Int64).alias("trace"), pl.all())
+            for number, trace in enumerate(session.traces)
+        ]
+    )
+
+
+def _rows(
+    traces: Sequence[Trace], rules: tuple[Rule, ...] = (), peak_gb_per_s: float | None = None
+) -> list[pl.DataFrame]:
+    calls = stacked(communication_calls(trace, rules) for trace in traces)
+    # where kernels communicate, host calls that only submit them communicate nothing themselves
+    on_device = pl.col("where") == "device"
+    calls = calls.filter(on_device | ~on_device.any().over(TRACE) | ~pl.col("backend").is_in(_SUBMITS))
+    if not calls.height:
+        return [CALL_SCHEMA.to_frame() for _ in traces]
+    duration = pl.col("end_ns") - pl.col("start_ns")
+    submits = (pl.col("where") == "host") & pl.col("backend").is_in(_SUBMITS)  # its duration is not the transfer's
+    # bytes per ns are 10^9 bytes per second
+    rate = pl.when(duration > 0, ~submits).then(pl.col("size_bytes") / duration)
+    calls = with_sizes(_with_channels(with_names(calls), traces)).with_columns(
+        rate.alias("algorithm_gb_per_s"), (rate * pl.col("bus_factor")).alias("bus_gb_per_s")
+    )
+    calls = with_peaks(calls, traces, peak_gb_per_s)
+    kernels = calls.filter(on_device)
+    # Communication that compute does not hide, and the part of it that the next compute really waited for
+    exposed_ns, blocking_ns = np.zeros((2, kernels.height), dtype=np.int64)
+    work = stacked(gpu_work(trace, rules) for trace in traces)
+    columns = [TRACE, "event", "device", "stream", "start_ns", "end_ns", "launch"]
+    compute = work.filter(pl.col("category") == "compute")[columns]
+    of_device = compute.partition_by(TRACE, "device", as_dict=True)
+    for part in kernels.with_row_index("row").partition_by(TRACE, "device"):
+        row = part["row"].to_numpy()
+        number, device = part[[TRACE, "device"]].row(0)
+        beside = of_device.get((number, device))
+        start, end = part["start_ns"].to_numpy(), part["end_ns"].to_numpy()
+        if beside is None:
+            exposed_ns[row] = end - start
+            continue
+        spans = union(beside["start_ns"].to_numpy(), beside["end_ns"].to_numpy())
+        exposed_ns[row] = end - start - coverage(spans, start, end)
+        blocking_ns[row] = _blocking(traces[number], part, beside, spans)
+    times = kernels[[TRACE, "event"]].hstack(
+        [pl.Series("exposed_ns", exposed_ns), pl.Series("blocking_ns", blocking_ns)]
+    )
+    described = (
+        calls.join(times, on=[TRACE, "event"], how="left", maintain_order="left")
+        .with_columns(
+            pl.Series("rank", [trace.rank for trace in traces], dtype=pl.Int32)[calls[TRACE]],
+            duration.alias("duration_ns"),
+            pl.col("blocking_ns").replace(-1, None),
+            of_events(traces, calls, "launch", "start_ns").alias("launch_ns"),
+        )
+        .sort(TRACE, "start_ns", "event")
+    )
+    return unstacked(described, traces, CALL_SCHEMA)
+
+
+def _with_channels(calls: pl.DataFrame, traces: Sequence[Trace]) -> pl.DataFrame:
+    """Add `channels`: NCCL and RCCL launch one thread block per channel; null for other back ends and without a grid.
+
+    The grid is in no column of a trace: it is read again from the file, in one pass and for the communication kernels
+    alone; also null where the file is gone or above 256 MiB.
+    """
+    kernels = calls.filter(pl.col("where") == "device", pl.col("backend").is_in(["nccl", "rccl"])).sort(TRACE, "event")
+    channels: list[tuple[int, int, int]] = []
+    for number, (trace, own) in enumerate(zip(traces, unstacked(kernels, traces), strict=True)):
+        if not own.height or not readable(trace) or trace.meta.file_bytes > _MOST_BYTES:
+            continue
+        in_file = own["event"][trace.sources["offset"][own["event"]].arg_sort()]
+        try:
+            for event, text in zip(in_file, read_event_texts(trace, in_file.to_numpy()), strict=False):
+                grid = _GRID.search(text)
+                if grid:
+                    channels.append((number, event, min(int(grid[1]), np.iinfo(np.int32).max)))
+        except (InputError, OSError):
+            pass
+    table = pl.DataFrame(channels, {TRACE: pl.UInt32(), "event": pl.UInt32(), "channels": pl.Int32()}, orient="row")
+    return calls.join(table, on=[TRACE, "event"], how="left", maintain_order="left")
+
+
+def _blocking(trace: Trace, kernels: pl.DataFrame, compute: pl.DataFrame, spans: Spans) -> Ints:
+    """Of the exposed time at the end of each kernel, what the compute that follows waited for."""
+    start, end = kernels["start_ns"].to_numpy(), kernels["end_ns"].to_numpy()
+    begins = compute["start_ns"].to_numpy()
+    order = np.argsort(begins, kind="stable")
+    begins = begins[order]
+    after = np.searchsorted(begins, end, side="left")
+    exists = after < begins.size
+    following = order[np.minimum(after, begins.size - 1)]
+    ends = np.append(np.iinfo(np.int64).min, spans.end)  # of the compute that began before, if any did (or took time)
+    quiet = np.maximum(ends[np.searchsorted(spans.start, end, side="left")], start)
+    open_end = quiet < end  # no compute runs when the kernel ends
+    prompt = exists & open_end & (begins[np.minimum(after, begins.size - 1)] - end <= _PROMPT_NS)
+    next_event = compute["event"].to_numpy()[following].astype(np.int64)
+    # several kernels may have the same next compute: it is looked up once, and in the order of rows
+    different, inverse = np.unique(next_event, return_inverse=True)
+    waited = stream_waits(trace)[0][different]
+    streams = compute["stream"].fill_null(-1).to_numpy()[following]
+    same = streams == kernels["stream"].fill_null(-1).to_numpy()
+    launch = compute["launch"].cast(pl.Int64).fill_null(-1).to_numpy()[following]
+    called = column(trace, "start_ns")[np.maximum(launch, 0)]
+    waits = same | waited[inverse]
+    held = np.clip(end - np.maximum(quiet, called), 0, None)
+    by_host, since = _host_waited(trace, launch, end)
+    held_by_host = np.clip(end - np.maximum(quiet, since), 0, None)
+    late = exists & open_end & ~prompt & by_host
+    blocking = np.where(prompt & waits, np.where(called <= end, held, 0), 0)
+    blocking = np.where((blocking == 0) & (prompt | late) & by_host, held_by_host, blocking)
+    return np.where(prompt & (launch < 0), -1, blocking)
+
+
+def _host_waited(trace: Trace, launch: Ints, end: Ints) -> tuple[Bools, Ints]:
+    """Whether the launching thread was in a waiting call that ended with the kernel, and since when."""
+    calls = np.flatnonzero(blocking_calls(trace))
+    none = np.zeros(launch.size, dtype=np.bool_)
+    if not calls.size:
+        return none, end
+    lane = column(trace, "lane").astype(np.int64)
+    starts = column(trace, "start_ns")
+    backs = starts[calls] + np.maximum(column(trace, "duration_ns")[calls], 0)
+    waited, since = none.copy(), end.copy()
+    lanes = np.where(launch >= 0, lane[np.maximum(launch, 0)], -1)
+    for thread in np.unique(lanes[lanes >= 0]).tolist():
+        own_calls = calls[lane[calls] == thread]
+        if not own_calls.size:
+            continue
+        on_thread = np.flatnonzero(lanes == thread)
+        back = backs[lane[calls] == thread]
+        order = np.argsort(back, kind="stable")
+        at = np.searchsorted(back[order], end[on_thread], side="left")
+        inside = at < back.size
+        call = order[np.minimum(at, back.size - 1)]
+        begun = starts[own_calls[call]]
+        launched = starts[launch[on_thread]]
+        ok = inside & (begun < end[on_thread]) & (back[call] - end[on_thread] <= _RETURN_NS) & (launched >= back[call])
+        waited[on_thread], since[on_thread] = ok, np.where(ok, begun, end[on_thread])
+    return waited, since
+
+
+_without_rules = per_trace(of_each(_rows))
+
+KEYS = ("kind", "group", "group_description", "group_size", "element_type", "where")
+COLLECTIVE_SCHEMA = schema(
+    "kind group group_description group_size element_type where count bytes total_ns mean_ns min_ns max_ns exposed_ns",
+    {"where": WhereType},
+)
+DEVICE_SCHEMA = schema("device count total_ns union_ns exposed_ns")
+
+
+@dataclass(frozen=True)
+class Communication(Result):
+    """Communication of one trace. What the numbers mean, and that none of them is bandwidth: see
+    docs/concepts/communication.md.
+
+    Attributes:
+        collectives: One row per kind, group, element type and place, largest total first: kind (all_reduce, ...;
+            null where neither arguments nor name tell), group, group_description, group_size, element_type (null
+            where the file does not say), where (device: kernels; host: calls that run on the host), count, bytes (sum
+            of message sizes; null where one of them is unknown), total_ns (sum of durations), mean_ns (rounded down),
+            min_ns, max_ns, exposed_ns (device time in which such a kernel runs and no compute does, summed over
+            devices; null on the host).
+        devices: device, count (kernels), total_ns (sum), union_ns and exposed_ns (`communication_ns` and
+            `exposed_communication_ns` of gpu_time).
+    """
+
+    collectives: pl.DataFrame
+    devices: pl.DataFrame
+
+
+def communication(trace: Trace, rules: Iterable[Rule] = ()) -> Communication:
+    """Add up communication kernels, and collectives that run on the host, by what they did."""
+    return _communication(trace, tuple(rules))
+
+
+@of_each
+def _communication(traces: Sequence[Trace], rules: tuple[Rule, ...]) -> Iterable[Communication]:
+    calls = stacked(communication_calls(trace, rules) for trace in traces)
+    if not calls.height:
+        return [Communication(COLLECTIVE_SCHEMA.to_frame(), DEVICE_SCHEMA.to_frame()) for _ in traces]
+    work = stacked(gpu_work(trace, rules) for trace in traces)
+    computing = work.filter(pl.col("category") == "compute")[[TRACE, "device", "start_ns", "end_ns"]]
+    by_device = computing.partition_by(TRACE, "device", as_dict=True)
+    compute = {device: _spans(part) for device, part in by_device.items()}
+    kernels = calls.filter(pl.col("where") == "device")
+    keys = [TRACE, "where", "kind", "group", "group_size", "element_type"]
+    exposed = []
+    for part in kernels.partition_by(*keys, "device"):
+        *key, device = part[[*keys, "device"]].row(0)
+        exposed.append((*key, difference(_spans(part), compute.get((key[0], device), EMPTY)).total))
+    types = {TRACE: pl.UInt32(), **{name: COLLECTIVE_SCHEMA[name] for name in (*keys[1:], "exposed_ns")}}
+    over_devices = pl.DataFrame(exposed, schema=types, orient="row").group_by(keys).agg(pl.col("exposed_ns").sum())
+    rows = []
+    for part in kernels.partition_by(TRACE, "device"):
+        number, device = part[[TRACE, "device"]].row(0)
+        spans, total = _spans(part), int((part["end_ns"] - part["start_ns"]).sum())
+        alone = difference(spans, compute.get((number, device), EMPTY))
+        rows.append((number, device, part.height, total, spans.total, alone.total))
+    devices = pl.DataFrame(rows, schema={TRACE: pl.UInt32(), **DEVICE_SCHEMA}, orient="row").sort(TRACE, "device")
+    size = pl.col("bytes")
+    described = stacked(trace.groups.select("group", group_description="description") for trace in traces)
+    collectives = (
+        calls.group_by(keys)
+        .agg(
+            *durations(pl.col("end_ns") - pl.col("start_ns")),
+            pl.when(size.is_not_null().all()).then(size.sum()).alias("bytes"),
+        )
+        .join(described.unique([TRACE, "group"], keep="first"), on=[TRACE, "group"], how="left")
+        .join(over_devices, on=keys, how="left", nulls_equal=True)
+        .pipe(cast_to_schema, {TRACE: pl.UInt32(), **COLLECTIVE_SCHEMA})
+        .sort(TRACE, "total_ns", *KEYS, descending=[False, True] + [False] * len(KEYS), nulls_last=True)
+    )
+    return map(Communication, unstacked(collectives, traces), unstacked(devices, traces))
+
+
+def _spans(part: pl.DataFrame) -> Spans:
+    return union(part["start_ns"].to_numpy(), part["end_ns"].to_numpy())

@@ -1,0 +1,271 @@
+"""Two runs: what changed, under which conditions.
+
+Exact definitions: docs/concepts/comparison.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from traceloom.analyze import compare_tables
+from traceloom.analyze.compare_tables import SAME
+from traceloom.analyze.compare_tree import STEPS, NameCodes, Side, Union, side
+from traceloom.analyze.steps import step_times
+from traceloom.errors import UsageError
+from traceloom.system import units
+from traceloom.trace.frames import Result, schema
+from traceloom.trace.session import Session
+from traceloom.trace.trace import Trace
+
+Ints = NDArray[np.int64]
+
+CONDITIONS = schema("condition base new same weight", {"base": pl.String, "new": pl.String})
+DECISIVE, MINOR = "decisive", "minor"
+_UNKNOWN = "not recorded"
+_SETTINGS = ("record_shapes", "with_stack", "profile_memory", "with_flops", "with_modules")
+
+
+def conditions(base: Session, new: Session) -> pl.DataFrame:
+    """What both runs say of themselves.
+
+    Returns:
+        `condition`, `base`, `new` (as text), `same`, `weight`: `decisive` where times cannot be held against each
+        other when it differs, else `minor`.
+    """
+    versions = sorted({name for run in (base, new) for trace in run.traces for name in trace.meta.versions})
+    rows = [
+        (name, left, right, left == right, weight)
+        for (name, weight, left), (_, _, right) in zip(_stated(base, versions), _stated(new, versions), strict=True)
+        if not left == right == _UNKNOWN
+    ]
+    return pl.DataFrame(rows, schema=CONDITIONS, orient="row")
+
+
+def _stated(run: Session, versions: list[str]) -> Iterator[tuple[str, str, str]]:
+    """Each condition of a run: its name, weight, and value as text."""
+    names = []
+    for trace in run.traces:
+        used = trace.devices.filter("used")["name"].drop_nulls()
+        # A process that sees one device of many may call it by a number that the list does not have.
+        names += (used if used.len() else trace.devices["name"].drop_nulls().unique(maintain_order=True)).to_list()
+    no_gpu = not names and not any(trace.gpu_work().height for trace in run.traces)
+    yield "device", DECISIVE, "no GPU work" if no_gpu else _distinct(names)
+    used_counts = (str(trace.gpu_work()["device"].n_unique()) for trace in run.traces)
+    yield "devices used per process", DECISIVE, _distinct(used_counts)
+    yield "ranks of the job", DECISIVE, _UNKNOWN if run.world_size is None else str(run.world_size)
+    yield "ranks recorded", DECISIVE, str(len(run.traces))
+    yield "whole steps", MINOR, _distinct(str(step_times(trace).count) for trace in run.traces)
+    yield "steps known by", MINOR, _distinct(step_times(trace).evidence for trace in run.traces[:1])
+    for name in versions:
+        recorded = (trace.meta.versions.get(name) for trace in run.traces)
+        yield name if "version" in name else f"{name} version", MINOR, _distinct(recorded)
+    for name in _SETTINGS:
+        values = [trace.meta.settings.get(name) for trace in run.traces]
+        yield f"recorded with {name}", MINOR, _distinct("yes" if v else "no" for v in values if v is not None)
+
+
+def _distinct(values: Iterable[str | None]) -> str:
+    """Distinct values in order, as text."""
+    return ", ".join(dict.fromkeys(value for value in values if value)) or _UNKNOWN
+
+
+def of_program(union: Union, base: Ints, new: Ints) -> pl.DataFrame:
+    """Conditions that only the alignment tells: whether both ran the same program on inputs of the same shapes.
+
+    Args:
+        union: Both sides on one tree.
+        base: How often each place was reached by the base.
+        new: The same of the new run.
+    """
+    both, base_count, new_count = ((base > 0) & (new > 0)), int((base > 0).sum()), int((new > 0).sum())
+    matched = int(both.sum())
+    alike = 2 * matched / (base_count + new_count) if base_count + new_count else 1.0
+    counts = f"{matched} of {base_count}", f"{matched} of {new_count}"
+    rows = [("operators at the same place", *counts, alike >= _ALIKE, DECISIVE)]
+    shapes = [(union.shape[0][index], union.shape[1][index]) for index in np.flatnonzero(both).tolist()]
+    same = [left == right for left, right in shapes if left and right]  # where both recorded them
+    if same:
+        equal = f"equal at {sum(same)} of {len(same)} places"
+        rows.append(("shapes of inputs", equal, equal, all(same), DECISIVE))
+    return pl.DataFrame(rows, schema=CONDITIONS, orient="row")
+
+
+_ALIKE = 0.9  # of the places; less, and it is another program
+
+_HOST = "operators on the step's thread"
+_OUTSIDE = "the step's thread outside operators"
+
+
+@dataclass(frozen=True)
+class Comparison(Result):
+    """A new run against a base; all times are means per step (and per device, of what devices did).
+
+    Attributes:
+        sentence: Conditions first, where they differ; then what changed most.
+        comparable: Whether no decisive condition differs.
+        account: `device`: the step is accounted for by what the devices did; `host`: one side has no GPU work, and it
+            is accounted for by what the thread of the step did.
+        base_ns: Mean length of a compared step, rounded to whole nanoseconds (halves up).
+        new_ns: The same of the new run.
+        difference_ns: `new_ns - base_ns`.
+        conditions: `condition`, `base`, `new`, `same`, `weight`.
+        change: Of the step: new over base, less 1 (0.25: a quarter longer). That of a row is null where the base has
+            none of it.
+        breakdown: `part`, `meaning`, `base_ns`, `new_ns`, `difference_ns`: adds up to `base_ns`, `new_ns` and
+            `difference_ns`; `change` of the row, and its `of_step`: its difference over the base's step, which adds up
+            to the change of the step.
+        kernels: GPU work by path and names: `status`, `operator`, `path`, `kind`, `base_kernel`, `new_kernel` (null
+            where that side has none); of what a step launched, whenever it ran, `base_count`, `new_count`,
+            `base_duration_ns`, `new_duration_ns`; of the time of the steps themselves `base_ns`, `new_ns`,
+            `difference_ns`, which add up to the step with the idle parts of `breakdown`, with `change` and `of_step`.
+            The status is by durations.
+        operators: Operators by path and shapes: `status`, `operator`, `path`, `base_shapes`, `new_shapes`,
+            `base_count`, `new_count`; of the GPU work that they launched themselves, whenever it ran,
+            `base_duration_ns`, `new_duration_ns`, `duration_difference_ns`, `duration_change`, `duration_of_step`;
+            what of it lies in the time of the steps
+            `base_device_ns`, `new_device_ns`, `device_difference_ns` (adds up to `kernels`); of the step's thread in
+            them, not in operators below, `base_host_ns`, `new_host_ns`, `host_difference_ns` (adds up to the mean
+            step), `host_change`, `host_of_step`, `host_status`.
+        tree: The call tree: `parent` (number of a row before it; null of the first, which holds all), `name`,
+            `base_count`, `new_count`; of it and all below it `base_duration_ns`, `new_duration_ns`, `base_host_ns`,
+            `new_host_ns`.
+        steps: `side` (base, new), `rank`, `step`, `duration_ns` of every compared step.
+    """
+
+    sentence: str
+    comparable: bool
+    account: str
+    base_ns: int
+    new_ns: int
+    difference_ns: int
+    change: float
+    conditions: pl.DataFrame
+    breakdown: pl.DataFrame
+    kernels: pl.DataFrame
+    operators: pl.DataFrame
+    tree: pl.DataFrame
+    steps: pl.DataFrame
+
+    def check(self) -> None:
+        """Raise AssertionError where a sum does not come out."""
+        whole = {"base_ns": self.base_ns, "new_ns": self.new_ns, "difference_ns": self.difference_ns}
+        assert {name: int(self.breakdown[name].sum()) for name in whole} == whole
+        for name in ("base", "new"):
+            steps = self.steps.filter(pl.col("side") == name)["duration_ns"]
+            assert int(self.operators[f"{name}_host_ns"].sum()) == compare_tables.mean(int(steps.sum()), steps.len())
+            for kind in ("duration", "host"):
+                own = self.operators[f"{name}_{kind}_ns"].sum()
+                assert own == self.tree[f"{name}_{kind}_ns"][0]
+            on_device = int(self.operators[f"{name}_device_ns"].sum())
+            assert on_device == int(self.kernels[f"{name}_ns"].sum())
+            if self.account == "device":
+                idle = self.breakdown.filter(pl.col("part").str.starts_with("idle"))
+                assert on_device + int(idle[f"{name}_ns"].sum()) == whole[f"{name}_ns"]
+
+
+def compare(base: Session | Trace, new: Session | Trace) -> Comparison:
+    """Compare two runs, step by step of the same program: of any vendors and versions, with any number of ranks.
+
+    All whole steps of both are compared (of a trace without steps its window). Operators are aligned by their place in
+    the call tree, shapes and order; GPU work by the operator that launched it.
+
+    Args:
+        base: What it was.
+        new: What it is now.
+
+    Raises:
+        UsageError: `nothing-to-compare`: one of them holds no timed events.
+
+    Example:
+        >>> import traceloom
+        >>> comparison = traceloom.analyze.compare(traceloom.load("before"), traceloom.load("after"))  # doctest: +SKIP
+        >>> print(comparison.sentence)  # doctest: +SKIP
+    """
+    runs = [run if isinstance(run, Session) else Session((run,), run.meta.path) for run in (base, new)]
+    words, union = NameCodes(), Union()
+    with_replay = any((trace.meta.capture or {}).get("replay_of") for run in runs for trace in run.traces)
+    sides: list[Side] = []
+    for number, (run, which) in enumerate(zip(runs, ("the base", "the new run"), strict=True)):
+        run_side = side(run, number, union, words, is_sequence=with_replay)
+        if not run_side.steps.height or not int(run_side.steps["duration_ns"].sum()):
+            raise UsageError(f"{which} holds no timed events", slug="nothing-to-compare", where=run.name)
+        sides.append(run_side)
+    device_account = compare_tables.device(*sides)
+    counts = [compare_tables.pad_with_zeros(run_side.count, len(union.parent)) for run_side in sides]
+    places = compare_tables.grouped(union, words, *counts)
+    of_places = compare_tables.sum_by_place(device_account, places.group.size, *sides)
+    operators = compare_tables.operators(of_places, places, *sides)
+    tree = compare_tables.tree(of_places, union, words, *sides)
+    by_device = all(run_side.device_steps for run_side in sides)
+    lengths = [
+        compare_tables.mean(run_side.device_ns, run_side.device_steps)
+        if by_device
+        else compare_tables.mean(int(run_side.steps["duration_ns"].sum()), run_side.steps.height)
+        for run_side in sides
+    ]
+    breakdown = compare_tables.breakdown(device_account)
+    kernels = compare_tables.kernels(device_account, places, words, *sides)
+    if not by_device:  # the step's thread in operators and outside
+        rows = []
+        outside = pl.col("operator") == compare_tables.OUTSIDE
+        for part, chosen, meaning in (("operators", ~outside, _HOST), ("outside", outside, _OUTSIDE)):
+            old, now = operators.filter(chosen).select(pl.col("base_host_ns", "new_host_ns").sum()).row(0)
+            rows.append((part, meaning, old, now, now - old))
+        breakdown = pl.DataFrame(rows, schema=compare_tables.PARTS, orient="row")
+        operators, tree = (
+            frame.with_columns(pl.lit(0, pl.Int64).alias(n) for n in frame.columns if "device" in n or "duration" in n)
+            for frame in (operators, tree)
+        )
+        kernels = kernels[:0]
+    stated = pl.concat([conditions(*runs), of_program(union, *counts)])
+    differ = stated.filter(~pl.col("same") & (pl.col("weight") == DECISIVE))
+    return Comparison(
+        sentence=_sentence(lengths[0], lengths[1], differ, breakdown, operators, kernels),
+        comparable=not differ.height,
+        account="device" if by_device else "host",
+        base_ns=lengths[0],
+        new_ns=lengths[1],
+        difference_ns=lengths[1] - lengths[0],
+        change=(lengths[1] - lengths[0]) / max(lengths[0], 1),
+        conditions=stated,
+        breakdown=breakdown.with_columns(compare_tables.relative(lengths[0])),
+        kernels=kernels.with_columns(compare_tables.relative(lengths[0])),
+        operators=operators.with_columns(
+            *compare_tables.relative(lengths[0], "duration_"), *compare_tables.relative(lengths[0], "host_")
+        ),
+        tree=tree,
+        steps=pl.concat(
+            run_side.steps.select(pl.lit(name).alias("side"), *STEPS)
+            for name, run_side in zip(("base", "new"), sides, strict=True)
+        ),
+    )
+
+
+def _sentence(  # noqa: PLR0917  (what the sentence is made of)
+    base: int, new: int, differ: pl.DataFrame, breakdown: pl.DataFrame, operators: pl.DataFrame, kernels: pl.DataFrame
+) -> str:
+    difference = new - base
+    changes = any(frame.filter(pl.col("status").cast(pl.String) != SAME).height for frame in (operators, kernels))
+    if not difference and not changes:
+        return f"No difference: the step takes {units.duration(base)} on both sides, and so does everything in it."
+    change = units.change(difference / max(base, 1))
+    text = f"The step takes {units.duration(new)} instead of {units.duration(base)} ({change})"
+    largest = breakdown.sort(pl.col("difference_ns").abs(), descending=True).row(0, named=True)
+    if largest["difference_ns"]:
+        sign = "+" if largest["difference_ns"] > 0 else "−"
+        what = largest["part"].split(":")[0]
+        what = f"idle because {largest['meaning']}" if what == "idle" else what
+        text += f"; the largest part: {what}, {sign}{units.duration(abs(largest['difference_ns']))}"
+    if not differ.height:
+        return text + "."
+    what = ", ".join(
+        f"{name} ({old if old == now else f'{old} → {now}'})"  # some are of both sides together
+        for name, old, now in differ.head(3).select("condition", "base", "new").rows()
+    )
+    more = f" and {differ.height - 3} more" if differ.height > 3 else ""
+    return f"The conditions differ, so the times cannot be held against each other: {what}{more}. {text}."

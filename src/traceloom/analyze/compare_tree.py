@@ -1,0 +1,645 @@
+"""The steps that are compared; call trees of both sides laid on one.
+
+Two operators are the same where they stand at the same place: under the same parents, with the same name and shapes,
+in the same order among their neighbours. Lists of children are aligned as sequences, so that one more operator does not
+shift all that follow it.
+
+A replay runs the operators of a run without what stood around them: no modules, no annotations, no backward pass, often
+one thread. Of these two only the operators themselves are held against each other, by name, shapes and order.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+import polars as pl
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from traceloom.analyze.ancestry import forest
+from traceloom.analyze.gpu_work import attribute_to_launches
+from traceloom.analyze.host_events import classify_events
+from traceloom.analyze.idle import CAUSES, idle
+from traceloom.analyze.intervals import EMPTY, Spans, coverage, merge, overlaps, union
+from traceloom.analyze.kernel_rules import gpu_work
+from traceloom.analyze.names import vocabulary
+from traceloom.analyze.steps import tiles
+from traceloom.trace import vocabulary as cat
+from traceloom.trace.arrays import column, gather_rows
+from traceloom.trace.frames import cast_to_schema, schema
+from traceloom.trace.session import Session
+from traceloom.trace.trace import Trace
+from traceloom.trace.vocabulary import GPU_WORK
+
+Ints = NDArray[np.int64]
+
+COMPUTE, COMMUNICATION, COPIES = "compute", "communication", "copies"
+BUSY = (COMPUTE, COMMUNICATION, COPIES)
+"""Kinds of busy time, in the order in which a nanosecond with several of them is counted."""
+KIND_OF = {"compute": COMPUTE, "communication": COMMUNICATION, "memory": COPIES}  # by category of the work
+EDGE = "edge"
+_EDGE_MEANING = "before the first and after the last GPU work"
+
+
+class ComparedSteps(Struct, frozen=True):
+    """The steps of one trace that are compared.
+
+    Attributes:
+        trace: The trace.
+        step: Number of each step; the one row of a trace without steps has none (null).
+        spans: When each begins and ends: ascending, disjoint; neighbours may touch.
+    """
+
+    trace: Trace
+    step: pl.Series
+    spans: Spans
+
+    @property
+    def durations(self) -> Ints:
+        """Length of each step, ns."""
+        lengths: Ints = self.spans.end - self.spans.start
+        return lengths
+
+
+def samples(trace: Trace) -> ComparedSteps:
+    """The whole steps of a trace; where none is whole all that take time, and without steps its window."""
+    cut = tiles(trace)
+    whole = trace.steps["complete"].to_numpy()
+    stepped = cut.row >= 0
+    chosen = stepped & np.append(whole, False)[cut.row]
+    chosen = chosen if chosen.any() else stepped
+    if not chosen.any():
+        none = pl.Series("step", [None], dtype=pl.Int32)
+        return ComparedSteps(trace, none, Spans(cut.spans.start[:1], cut.spans.end[-1:]))
+    at = np.flatnonzero(chosen)
+    return ComparedSteps(trace, trace.steps["step"].gather(cut.row[at]), Spans(cut.spans.start[at], cut.spans.end[at]))
+
+
+WORK = schema("event sample ns", {"sample": pl.Int64})
+WAITING = schema("cause ns")
+
+
+class DeviceTime(Struct, frozen=True):
+    """How the devices of a trace spend the compared steps.
+
+    Attributes:
+        devices: Number of devices with GPU work.
+        work: `event`, `sample` (row of the step), `ns`: time in the step that counts to this piece of GPU work. A
+            nanosecond in which several run counts to one of them: computing before communicating before copying, and of
+            these to the one that began first.
+        waiting: `cause`, `ns`: idle time by cause; `edge` is before the first and after the last GPU work. Together
+            with `work` it is the number of devices times the length of the steps.
+    """
+
+    devices: int
+    work: pl.DataFrame
+    waiting: pl.DataFrame
+
+
+def device_time(of: ComparedSteps) -> DeviceTime:
+    """Account for the time of every device in the compared steps."""
+    work = gpu_work(of.trace)
+    columns = work.select("event", "device", "start_ns", "end_ns", pl.col("category").cast(pl.String))
+    pieces, ends, devices = [], [], 0
+    for _, rows in columns.sort("device", "start_ns", "event").group_by("device", maintain_order=True):
+        devices += 1
+        covered = EMPTY
+        for category in KIND_OF:
+            of_category = rows.filter(pl.col("category") == category)
+            start, end = of_category["start_ns"].to_numpy(), of_category["end_ns"].to_numpy()
+            # the time of each piece, without what earlier ones and other categories take
+            reach = np.append(np.iinfo(np.int64).min, np.maximum.accumulate(end))[: end.size]
+            shared = overlaps(np.maximum(start, reach), end, of.spans)
+            ns = shared.end - shared.start - coverage(covered, shared.start, shared.end)
+            event = of_category["event"].to_numpy()[shared.left]
+            exclusive = pl.DataFrame({"event": event, "sample": shared.right, "ns": ns}).filter(pl.col("ns") > 0)
+            pieces.append(exclusive.cast(WORK))
+            covered = merge(covered, union(start, end))
+        first, last = int(rows["start_ns"].min()), int(rows["end_ns"].max())  # type: ignore[arg-type]
+        outside = np.minimum(of.spans.end, first) - of.spans.start
+        after = of.spans.end - np.maximum(of.spans.start, last)
+        ends.append(int(np.maximum(outside, 0).sum() + np.maximum(after, 0).sum()))
+    if not devices:
+        return DeviceTime(0, pl.DataFrame(schema=WORK), pl.DataFrame(schema=WAITING))
+    idle_time = idle(of.trace)
+    inside = pl.col("step").is_in(of.step.implode())
+    causes = idle_time.totals if of.step.null_count() else idle_time.causes.filter(inside)
+    summed = causes.group_by(pl.col("cause").cast(pl.String)).agg(pl.col("idle_ns").sum().alias("ns"))
+    waiting = pl.DataFrame([*summed.sort("cause").rows(), (EDGE, sum(ends))], schema=WAITING, orient="row")
+    return DeviceTime(devices, pl.concat(pieces), waiting.filter(pl.col("ns") > 0))
+
+
+def meaning(cause: str) -> str:
+    """What a cause of idle time means, in a few words."""
+    return _EDGE_MEANING if cause == EDGE else CAUSES.get(cause, cause)
+
+
+Bools = NDArray[np.bool_]
+
+# Operators of the dispatcher and compiled kernels; not the nodes of autograd and compiled graphs that hold them.
+_RUNS_AGAIN = r"^\w+::|^triton_"
+_HOLDS_OTHERS = r"^(torch::)?(autograd|distributed)::"
+_WRAP = (1 << 61) - 1
+_BASE = 1_000_003
+_BLOCK = 2_048  # elements of each of two lists in one table of all ways to pair them
+
+
+@dataclass(slots=True)
+class NameCodes:
+    """Names and shapes of both sides as numbers."""
+
+    names: dict[str, int] = field(default_factory=dict)
+    shapes: dict[str | None, int] = field(default_factory=lambda: {None: 0})
+
+    def name(self, text: str) -> int:
+        """The number of a name."""
+        return self.names.setdefault(text, len(self.names))
+
+    def shape(self, text: str | None) -> int:
+        """The number of the shapes of an operator's inputs; 0 where they are not recorded."""
+        return self.shapes.setdefault(text, len(self.shapes))
+
+
+class ListItems(Struct, frozen=True):
+    """The elements of a list; arrays of one length.
+
+    Attributes:
+        name: Only elements of one name can be the same.
+        shape: Those of one shape are rather the same than others.
+        work: So are those that launch the same GPU work.
+        mark: Equal where all that is below the elements is equal.
+        size: How much is below them.
+    """
+
+    name: Ints
+    shape: Ints
+    work: Ints
+    mark: Ints
+    size: Ints
+
+    def part(self, low: int, high: int) -> ListItems:
+        """The elements from `low` to `high`."""
+        return ListItems(*(getattr(self, name)[low:high] for name in self.__struct_fields__))
+
+
+class Tree(Struct, frozen=True):
+    """The call tree of one step in preorder: the root, below it a node per thread, below these the operators.
+
+    Attributes:
+        name: Number of each node's name.
+        shape: Number of its shapes.
+        work: Equal where it launches GPU work of equal names itself.
+        parent: Its parent; -1 of the root.
+        stop: Node after its last descendant.
+        mark: A number that is equal for equal subtrees.
+        event: Row of `trace.events`; -1 of the root and of threads.
+    """
+
+    name: list[int]
+    shape: list[int]
+    work: list[int]
+    parent: list[int]
+    stop: list[int]
+    mark: list[int]
+    event: Ints
+
+    def items(self, nodes: list[int]) -> ListItems:
+        """Some nodes as a list to be aligned."""
+        name, shape, work, mark = (
+            np.array([of[node] for node in nodes], dtype=np.int64)
+            for of in (self.name, self.shape, self.work, self.mark)
+        )
+        return ListItems(name, shape, work, mark, np.array([self.stop[node] - node for node in nodes], dtype=np.int64))
+
+    def children(self, node: int) -> list[int]:
+        """The children of a node, in order."""
+        nodes, at, last = [], node + 1, self.stop[node]
+        while at < last:
+            nodes.append(at)
+            at = self.stop[at]
+        return nodes
+
+
+class Trees(Struct, frozen=True):
+    """The call trees of the compared steps of one trace.
+
+    Attributes:
+        trees: One per step.
+        node: Of each host event (position in the forest) its node in the tree of its step; -1 outside all.
+        above: Of each host event the nearest operator around it, itself included, as position; -1 for none.
+        self_ns: Time of each host event, within its step, in which it is the innermost operator of its thread (in one
+            sequence: also without the time in which an operator runs on a thread before its own).
+        sample: Of each host event the row of the step in which it begins; -1 outside the compared steps.
+        main: Operators on the thread of their step; all where they are one sequence.
+    """
+
+    trees: list[Tree]
+    node: Ints
+    above: Ints
+    self_ns: Ints
+    sample: Ints
+    main: Bools
+
+
+def trees(of: ComparedSteps, words: NameCodes, *, is_sequence: bool = False) -> Trees:
+    """The call trees of a trace, step by step.
+
+    Args:
+        of: The steps.
+        words: Gets the names and shapes that it does not have.
+        is_sequence: Only operators that a replay can run, one after the other in order of their starts, whatever stood
+            around them and on whichever thread.
+    """
+    tree, roles = forest(of.trace), classify_events(of.trace)
+    annotation = column(of.trace, "category")[tree.row] == cat.CATEGORIES.index(cat.ANNOTATION)
+    ends = np.append(of.spans.end, 0)
+    sample = np.searchsorted(of.spans.start, tree.start_ns, side="right") - 1
+    sample = np.where((sample >= 0) & (tree.start_ns < ends[sample]), sample, -1)
+    kept = (roles.op | (annotation & ~roles.mark)) & (sample >= 0)
+    if is_sequence:
+        vocab = vocabulary(of.trace)
+        runs_again = vocab.matching(_RUNS_AGAIN) & ~vocab.matching(_HOLDS_OTHERS)
+        kept &= roles.op & gather_rows(runs_again, vocab.code[tree.row])
+    above = tree.nearest(kept)
+    parent = np.where((above >= 0) & (sample[above] == sample), above, -1)
+    # An event that runs on into the next step counts up to the end of its own step.
+    end = np.minimum(tree.end_ns, ends[sample])
+    span = np.where(kept, np.maximum(end - tree.start_ns, 0), 0)
+    # A number of each thread (0 for that of the steps, then by the number of events), and what to call each
+    trace = of.trace
+    host = trace.events.filter(
+        pl.col("lane").is_in(trace.lanes.filter(pl.col("kind") == "host")["lane"].implode())
+    ).select("start_ns", "name", "lane", "category")
+    marks = host.join(trace.steps.select("start_ns", "name"), on=["start_ns", "name"], how="semi")
+    lanes = marks["lane"] if marks.height else host.filter(pl.col("category") == cat.OP)["lane"]
+    main = int(lanes.mode().sort()[0]) if lanes.len() else None
+    numbers, counts = np.unique(tree.lane, return_counts=True)
+    order = np.lexsort((numbers, -counts, numbers != main))
+    ordinal = np.empty(numbers.size, dtype=np.int64)
+    ordinal[order] = np.arange(numbers.size)
+    names = dict(trace.lanes.select("lane", "name").rows())
+    labels = ["main thread"]
+    for number in numbers[order][1:].tolist():
+        plain = "".join(letter for letter in str(names.get(number) or "") if not letter.isdigit()).strip()
+        labels.append(plain or "thread")
+    thread: Ints = ordinal[np.searchsorted(numbers, tree.lane)] if numbers.size else tree.lane
+    start = np.zeros_like(tree.start_ns)
+    if is_sequence:
+        covered = EMPTY
+        for number in range(numbers.size):
+            rows = np.flatnonzero(kept & (thread == number))
+            low, high = tree.start_ns[rows], end[rows]
+            span[rows] -= coverage(covered, low, high)
+            covered = merge(covered, union(low, high))
+    self_ns = span.copy()
+    child = np.flatnonzero(kept & (parent >= 0))
+    np.subtract.at(self_ns, parent[child], span[child])
+    if is_sequence:
+        thread, parent, start = np.zeros_like(thread), np.full_like(parent, -1), tree.start_ns
+    name = _names(of.trace, tree.row, kept, annotation, words)
+    tensors = of.trace.tensors.select("event", "shapes").drop_nulls()
+    shape_numbers = np.zeros(of.trace.events.height + 1, dtype=np.int64)
+    if tensors.height:
+        distinct = tensors["shapes"].unique()
+        numbered = pl.DataFrame({"shapes": distinct, "number": [words.shape(text) for text in distinct.to_list()]})
+        coded = tensors.join(numbered, on="shapes", how="left", maintain_order="left")
+        shape_numbers[coded["event"].to_numpy()] = coded["number"].to_numpy()
+    owner = tree.nearest_or_self(kept, above)
+    owner = np.where((owner >= 0) & (np.append(sample, -2)[owner] == sample), owner, -1)
+    # A number for the names of the GPU work that each event launched itself, in any order; 0 for none. Squares, so that
+    # two names together are not taken for two others with the same sum.
+    work = np.zeros(owner.size + 1, dtype=np.int64)
+    launched = np.append(owner, -1)[attribute_to_launches(of.trace).origin]
+    np.add.at(work, launched, (work_names(of.trace, words) + 1) ** 2 * _BASE)
+    order = np.flatnonzero(kept)
+    order = order[np.lexsort((order, start[order], thread[order], sample[order]))]
+    bounds = np.searchsorted(sample[order], np.arange(of.spans.start.size + 1)).tolist()
+    node = np.full(tree.row.size, -1, dtype=np.int64)
+    labelled = [words.name(label) for label in labels]
+    columns = (name, shape_numbers[tree.row], work[:-1], parent, thread, tree.row)
+    step_trees = [_tree(order[low:high], columns, labelled, node) for low, high in pairwise(bounds)]
+    return Trees(step_trees, node, owner, self_ns, sample, kept & (thread == 0))
+
+
+def work_names(trace: Trace, words: NameCodes) -> Ints:
+    """Number of the name of each kernel, copy and fill, in the order of events."""
+    vocab = vocabulary(trace)
+    category = column(trace, "category")
+    code = vocab.code[np.flatnonzero(np.isin(category, [cat.CATEGORIES.index(kind) for kind in cat.GPU_WORK]))]
+    used, number = np.unique(code, return_inverse=True)
+    names = [words.name(text) for text in vocab.names.gather(used).to_list()]
+    name_numbers: Ints = np.array(names, dtype=np.int64)[number] if used.size else number
+    return name_numbers
+
+
+def _names(trace: Trace, row: Ints, kept: Bools, annotation: Bools, words: NameCodes) -> Ints:
+    """Number of each event's name; numbers in the names of annotations count steps or calls, and are left out."""
+    vocab = vocabulary(trace)
+    code = np.where(kept, vocab.code[row].astype(np.int64) * 2 + annotation, -1)
+    used, number = np.unique(code, return_inverse=True)
+    texts: list[str] = vocab.names.gather(np.maximum(used // 2, 0)).to_list() if vocab.names.len() else []
+    numbers = [
+        -1 if value < 0 else words.name(re.sub(r"[0-9]+", "#", text) if value % 2 else text)
+        for text, value in zip(texts, used.tolist(), strict=True)
+    ]
+    name_numbers: Ints = np.array(numbers, dtype=np.int64)[number] if used.size else code
+    return name_numbers
+
+
+def _tree(rows: Ints, of_event: tuple[Ints, ...], labels: list[int], node: Ints) -> Tree:
+    """The tree of one step; fills in the `node` of each of its events.
+
+    Args:
+        rows: Its operators, thread after thread, parents before their children.
+        of_event: Of each host event its name, shape, work, parent, thread and row of `trace.events`.
+        labels: Number of the name of each thread.
+        node: Of each host event its node.
+    """
+    names, shapes, works, parents, events = [-1], [0], [0], [-1], [-1]
+    open_thread, root = -1, 0
+    at: dict[int, int] = {}
+    columns = (column_of[rows].tolist() for column_of in of_event)
+    for position, name, shape, work, parent, thread, event in zip(rows.tolist(), *columns, strict=True):
+        if thread != open_thread:
+            open_thread, root = thread, len(names)
+            names.append(labels[thread])
+            shapes.append(0)
+            works.append(0)
+            parents.append(0)
+            events.append(-1)
+        at[position] = len(names)
+        names.append(name)
+        shapes.append(shape)
+        works.append(work)
+        parents.append(root if parent < 0 else at[parent])
+        events.append(event)
+    node[rows] = np.fromiter(at.values(), dtype=np.int64, count=len(at))
+    # where each subtree ends, and its mark: from the last node to the first, so that children come before parents
+    size = len(names)
+    stop, inner, mark = [0] * size, [7] * size, [0] * size
+    for index in range(size - 1, -1, -1):
+        stop[index] = max(stop[index], index + 1)
+        content = (shapes[index] * 31 + works[index]) * 131_071
+        mark[index] = (inner[index] * _BASE + names[index] * 8_191 + content + 5) % _WRAP
+        up = parents[index]
+        if up >= 0:
+            stop[up] = max(stop[up], stop[index])
+            inner[up] = (inner[up] * _BASE * _BASE + mark[index] * 31 + 3) % _WRAP
+    return Tree(names, shapes, works, parents, stop, mark, np.array(events, dtype=np.int64))
+
+
+def align_trees(base: Tree, new: Tree) -> list[int]:
+    """For each node of `new` the node of `base` at the same place; -1 where there is none."""
+    nodes = [-1] * len(new.name)
+    if not new.name or not base.name:
+        return nodes
+    waiting = [(0, 0)]
+    while waiting:
+        left, right = waiting.pop()
+        if base.mark[left] == new.mark[right] and base.stop[left] - left == new.stop[right] - right:
+            nodes[right : new.stop[right]] = range(left, base.stop[left])
+            continue
+        nodes[right] = left
+        left_children, right_children = base.children(left), new.children(right)
+        if left_children and right_children:
+            waiting += [
+                (left_children[at], right_children[to])
+                for at, to in pairs(base.items(left_children), new.items(right_children))
+            ]
+    return nodes
+
+
+def pairs(base: ListItems, new: ListItems) -> list[tuple[int, int]]:
+    """Places of elements that are the same in both lists, both ascending.
+
+    Equal ends are taken as they are. Between them, of all ways to pair elements of one name in their order, the one is
+    taken that has the largest sum: large subtrees count more than small ones; equal shapes, equal GPU work and equal
+    subtrees more than others. (Wagner and Fischer's table, a row at a time.)
+    """
+    short = min(base.mark.size, new.mark.size)
+    equal = base.mark[:short] == new.mark[:short]
+    low = short if equal.all() else int(np.argmin(equal))
+    back = short - low
+    equal = base.mark[base.mark.size - back :][::-1] == new.mark[new.mark.size - back :][::-1]
+    high = back if equal.all() else int(np.argmin(equal))
+    matched = [(index, index) for index in range(low)]
+    # lists of any length block by block; of the pairs of each block only those in its first half are kept
+    at = to = low
+    left_end, right_end = base.mark.size - high, new.mark.size - high
+    while at < left_end and to < right_end:
+        left_stop, right_stop = min(at + _BLOCK, left_end), min(to + _BLOCK, right_end)
+        ahead = _best(base.part(at, left_stop), new.part(to, right_stop))
+        last = at + _BLOCK >= left_end and to + _BLOCK >= right_end
+        kept = ahead if last else [pair for pair in ahead if max(pair) < _BLOCK // 2]
+        matched += [(at + row, to + column) for row, column in kept]
+        if last:
+            break
+        row, column = kept[-1] if kept else (_BLOCK // 2, _BLOCK // 2)
+        at, to = at + row + 1, to + column + 1
+    return matched + [(base.mark.size - k, new.mark.size - k) for k in range(high, 0, -1)]
+
+
+def _best(left: ListItems, right: ListItems) -> list[tuple[int, int]]:
+    """The pairing with the largest sum of weights, as early in both as possible."""
+    rows, columns = left.name.size, right.name.size
+    best = np.zeros((rows + 1, columns + 1), dtype=np.int32)
+    for row in range(rows - 1, -1, -1):
+        # the weight of pairing element `row` with each on the right; 0 where the names differ
+        gained = 8 + 4 * np.log2(np.minimum(left.size[row], right.size)).astype(np.int32)
+        gained += 4 * (left.shape[row] == right.shape)
+        gained += 3 * (left.work[row] == right.work) + 3 * (left.mark[row] == right.mark)
+        gained = np.where(left.name[row] == right.name, gained, 0).astype(np.int32)
+        gains = np.maximum(best[row + 1, :-1], np.where(gained > 0, best[row + 1, 1:] + gained, 0))
+        best[row, :-1] = np.maximum.accumulate(gains[::-1])[::-1]
+    matched: list[tuple[int, int]] = []
+    row = column = 0
+    while row < rows and column < columns and best[row, column]:
+        if best[row, column] == best[row + 1, column]:
+            row += 1
+        elif best[row, column] == best[row, column + 1]:
+            column += 1
+        else:
+            matched.append((row, column))
+            row, column = row + 1, column + 1
+    return matched
+
+
+@dataclass(slots=True)
+class Union:
+    """Places, parents before their children.
+
+    The first tree that is added is the reference of its side; the reference of the second side is laid on that of the
+    first, all other trees on that of their side. What has no place there gets one, which is found again by the same
+    parent, name, shapes and order, so that what several steps have in common stands at one place.
+
+    Attributes:
+        parent: Parent of each place; -1 of the root.
+        name: Number of its name on each side (base, new); -1 where that side does not have it.
+        shape: Number of its shapes on each side.
+    """
+
+    parent: list[int] = field(default_factory=list)
+    name: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
+    shape: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
+    _reference: list[tuple[Tree, list[int]] | None] = field(default_factory=lambda: [None, None])
+    _known: dict[tuple[int, int], tuple[Tree, list[int]]] = field(default_factory=dict)
+    _more: dict[tuple[int, int, int, int], int] = field(default_factory=dict)
+
+    def add(self, tree: Tree, side: int) -> list[int]:
+        """The place of each node of a tree.
+
+        Args:
+            tree: The call tree of one step.
+            side: 0 for base, 1 for new.
+        """
+        stored = self._known.get((side, tree.mark[0]))
+        if stored is not None and len(stored[1]) == len(tree.name):
+            return stored[1]
+        reference = self._reference[side] or self._reference[0]
+        places = [-1] * len(tree.name)
+        if reference is not None:
+            places = [reference[1][at] if at >= 0 else -1 for at in align_trees(reference[0], tree)]
+        self._fill(tree, side, places)
+        if self._reference[side] is None:
+            self._reference[side] = (tree, places)
+        self._known[side, tree.mark[0]] = (tree, places)
+        return places
+
+    def _fill(self, tree: Tree, side: int, places: list[int]) -> None:
+        """Give a place to every node that has none."""
+        count: dict[tuple[int, int, int], int] = {}
+        taken = set(places)
+        for node, name in enumerate(tree.name):
+            if places[node] < 0:
+                up = places[tree.parent[node]] if tree.parent[node] >= 0 else -1
+                shape = tree.shape[node]
+                while True:
+                    nth = count.get((up, name, shape), 0)
+                    count[up, name, shape] = nth + 1
+                    index = self._more.get((up, name, shape, nth))
+                    if index is None:
+                        index = len(self.parent)
+                        self.parent.append(up)
+                        for of_side in (0, 1):
+                            self.name[of_side].append(-1)
+                            self.shape[of_side].append(0)
+                        self._more[up, name, shape, nth] = index
+                    if index not in taken:
+                        break
+                places[node] = index
+            index = places[node]
+            if self.name[side][index] < 0:
+                self.name[side][index] = name
+                self.shape[side][index] = tree.shape[node]
+
+
+KERNELS = schema("place name nth kind count ns sum_ns", {"place": pl.Int64, "name": pl.Int64})
+STEPS = schema("rank step duration_ns")
+
+
+@dataclass(slots=True)
+class Side:
+    """One side of a comparison, summed over its compared steps.
+
+    Attributes:
+        steps: `rank`, `step` (null without steps), `duration_ns` of every compared step of every trace.
+        device_steps: Number of pairs of a device and a step; 0 without GPU work.
+        device_ns: Time of all devices in all compared steps.
+        kernels: GPU work by place, name, and how many of that name come before it at the place in its step: `count`
+            (launched in the steps), `ns` (time in the steps that counts to it, whenever it was launched), `sum_ns`
+            (durations of what was launched in the steps, whenever it ran). Place -1: launched by no operator of a step.
+        waiting: `cause`, `ns`: idle time of the devices.
+        count: How often each place was reached.
+        host_ns: Time of the steps' own threads at each place itself, not below it.
+        outside_ns: Time of the steps' own threads outside all operators.
+    """
+
+    steps: pl.DataFrame
+    device_steps: int = 0
+    device_ns: int = 0
+    kernels: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=KERNELS))
+    waiting: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema={"cause": pl.String, "ns": pl.Int64}))
+    count: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    host_ns: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    outside_ns: int = 0
+
+
+def side(session: Session, number: int, union: Union, words: NameCodes, *, is_sequence: bool = False) -> Side:
+    """Lay the steps of a run on the union.
+
+    Args:
+        session: The run.
+        number: 0 for base, 1 for new.
+        union: Gets the places that it does not have.
+        words: Gets the names and shapes that it does not have.
+        is_sequence: Whether only the operators themselves are compared, as of a run and its replay; see `trees`.
+    """
+    steps, kernels, waiting = [], [], []
+    reached: list[Ints] = []
+    spent: list[tuple[Ints, Ints]] = []
+    out = Side(pl.DataFrame(schema=STEPS))
+    for of in (samples(trace) for trace in session.traces if trace.events.height):
+        call_trees = trees(of, words, is_sequence=is_sequence)
+        # the place of each host event that is an operator of a step; -1 of the others
+        event_places = np.full(call_trees.node.size, -1, dtype=np.int64)
+        for sample, tree in enumerate(call_trees.trees):
+            of_step = np.flatnonzero((call_trees.node >= 0) & (call_trees.sample == sample))
+            event_places[of_step] = np.array(union.add(tree, number), dtype=np.int64)[call_trees.node[of_step]]
+        rank = pl.lit(of.trace.rank, dtype=pl.Int32).alias("rank")
+        steps.append(pl.DataFrame({"step": of.step, "duration_ns": of.durations}).select(rank, "step", "duration_ns"))
+        at = np.flatnonzero(call_trees.node >= 0)
+        reached.append(event_places[at])
+        main = np.flatnonzero(call_trees.main)
+        spent.append((event_places[main], call_trees.self_ns[main]))
+        out.outside_ns += int(of.durations.sum()) - int(call_trees.self_ns[main].sum())
+        devices = device_time(of)
+        if devices.devices:
+            out.device_steps += devices.devices * of.spans.start.size
+            out.device_ns += devices.devices * int(of.durations.sum())
+            kernels.append(_work(of, devices, call_trees, event_places, words))
+            waiting.append(devices.waiting)
+    size = len(union.parent)
+    out.steps = pl.concat(steps).cast(STEPS) if steps else out.steps
+    out.count = np.bincount(np.concatenate([*reached, np.zeros(0, dtype=np.int64)]), minlength=size)
+    out.host_ns = np.zeros(size, dtype=np.int64)
+    for places, ns in spent:
+        np.add.at(out.host_ns, places, ns)
+    if kernels:
+        keys = ["place", "name", "nth", "kind"]
+        sums = pl.concat(kernels).group_by(keys).agg(pl.col("count", "ns", "sum_ns").sum())
+        out.kernels = sums.pipe(cast_to_schema, KERNELS)
+        out.waiting = pl.concat(waiting).group_by("cause").agg(pl.col("ns").sum()).sort("cause")
+    return out
+
+
+def _work(
+    of: ComparedSteps, devices: DeviceTime, call_trees: Trees, event_places: Ints, words: NameCodes
+) -> pl.DataFrame:
+    """GPU work that was launched in the steps, or counts to them, by place."""
+    trace = of.trace
+    origin = attribute_to_launches(trace).origin
+    owner = np.append(call_trees.above, -1)[origin]
+    work = trace.events.filter(pl.col("category").is_in(GPU_WORK)).select("event", "start_ns", "duration_ns")
+    start = work["start_ns"].to_numpy()
+    began = np.searchsorted(of.spans.start, start, side="right") - 1
+    began = np.where((began >= 0) & (start < np.append(of.spans.end, 0)[began]), began, -1)
+    # Work belongs to the step that launched it; what no operator of a step launched, to that in which it began.
+    owning_step = np.where(owner >= 0, np.append(call_trees.sample, -1)[owner], began)
+    spent = devices.work.group_by("event").agg(pl.col("ns").sum())
+    kind = gpu_work(trace).select("event", pl.col("category").cast(pl.String).replace(KIND_OF).alias("kind"))
+    rows = work.with_columns(
+        pl.Series("place", np.append(event_places, -1)[owner]),
+        pl.Series("name", work_names(trace, words)),
+        pl.Series("asked", owning_step),
+        pl.Series("count", (owning_step >= 0).astype(np.int64)),
+        pl.col("duration_ns").clip(lower_bound=0),
+    ).join(kind, on="event", how="left", maintain_order="left")
+    rows = rows.join(spent, on="event", how="left", maintain_order="left")
+    rows = rows.filter((pl.col("count") > 0) | pl.col("ns").is_not_null())
+    nth = pl.int_range(pl.len()).over("place", "name", "asked").alias("nth")
+    return rows.with_columns(nth, pl.col("ns").fill_null(0)).select(
+        "place", "name", "nth", "kind", "count", "ns", (pl.col("duration_ns") * pl.col("count")).alias("sum_ns")
+    )

@@ -1,0 +1,523 @@
+"""Conditions, verdict, causes, how many runs it takes.
+
+Exact definitions: docs/concepts/verdicts.md.
+
+Names are loaded when they are first used.
+
+Source: Cohen, Statistical Power Analysis for the Behavioral Sciences (1988), section 2.4: two groups of equal size.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+from msgspec import Struct, structs
+
+from traceloom.analyze.compare import CONDITIONS, DECISIVE, MINOR, Comparison
+from traceloom.analyze.gate_statistics import (
+    Resampled,
+    interval,
+    over_pairs,
+    resample_runs,
+    statistic_of,
+    student_t_quantile,
+    within_runs,
+)
+from traceloom.analyze.gate_summary import RunSummary
+from traceloom.errors import UsageError
+from traceloom.trace.array_types import Floats
+from traceloom.trace.frames import Result, schema
+
+SCALARS = {
+    "step_time": "time",
+    "gpu_time": "time",
+    "exposed_communication": "time",
+    "idle": "time",
+    "launches": "count",
+    "memory_peak": "bytes",
+}
+"""Metrics of a whole step, with what they are measured in."""
+TABLES = {"kernel": "time", "kind": "time", "op": "time", "op_gpu": "time"}
+"""Metrics of a part of a step: what follows the colon chooses it."""
+DEFAULT = "step_time > 3%"
+PERCENT = "%"
+UNDISTURBED = "p10"
+"""A low percentile: what others on the machine do to a program makes steps longer, never shorter."""
+_UNITS = {
+    "time": {"ns": 1.0, "us": 1e3, "µs": 1e3, "ms": 1e6, "s": 1e9},
+    "bytes": {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30},
+    "count": {"": 1.0},
+}
+_WHOLE = re.compile(r"\s*(?P<metric>.+?)\s*(?P<sign>[<>])\s*(?P<number>[+-]?[0-9.]+)\s*(?P<unit>[A-Za-zµ%]*)\s*")
+_STATISTIC = re.compile(r"(?P<statistic>mean|median|p[1-9]\d?)\((?P<metric>.*)\)")
+_LONGEST = 500
+_HINT = "as in 'step_time > 3%', 'kernel:gemm > 5%', 'memory_peak > 100MB', 'p10(step_time) > 2%', 'launches > 0'"
+
+
+class Condition(Struct, frozen=True):
+    """A change that fails the check.
+
+    Attributes:
+        text: As the user wrote it.
+        metric: One of `SCALARS` or `TABLES`.
+        chosen: Of a table: the regular expression (of `kind` the name) that chooses rows; else empty.
+        statistic: What is taken over the steps of a run: `mean`, `median`, or a percentile from `p1` to `p99`.
+        above: The check fails where the change is above the limit; else where it is below.
+        limit: The change, new less base: a fraction of the base where `relative`, else ns, bytes or a count per step.
+        relative: Whether the limit is relative to the base.
+    """
+
+    text: str
+    metric: str
+    chosen: str
+    statistic: str
+    above: bool
+    limit: float
+    relative: bool
+
+    @property
+    def measure(self) -> str:
+        """What the metric is measured in: time (ns), bytes or count."""
+        return SCALARS.get(self.metric) or TABLES[self.metric]
+
+    @property
+    def name(self) -> str:
+        """The metric as the user spells it."""
+        metric = self.name_of_metric
+        return metric if self.statistic == "mean" else f"{self.statistic}({metric})"
+
+    @property
+    def name_of_metric(self) -> str:
+        """The same without the statistic."""
+        return f"{self.metric}:{self.chosen}" if self.metric in TABLES else self.metric
+
+
+def parse(text: str) -> Condition:
+    """Read a condition.
+
+    Raises:
+        UsageError: `bad-condition`.
+    """
+    match = _WHOLE.fullmatch(text) if len(text) <= _LONGEST else None
+    if match is None:
+        raise _bad(f"`{text[:80]}` is no condition")
+    metric, statistic = match["metric"], "mean"
+    if inner := _STATISTIC.fullmatch(metric):
+        metric, statistic = inner["metric"].strip(), inner["statistic"]
+    name, colon, chosen = metric.partition(":")
+    exists = name in (TABLES if colon else SCALARS) and (not colon or chosen.strip())
+    if not exists:
+        names = ", ".join([*SCALARS, *(f"{table}:..." for table in TABLES)])
+        raise _bad(f"`{metric}` is not a metric; there are {names}")
+    chosen = chosen.strip()
+    try:
+        re.compile(chosen)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise _bad(f"`{chosen}` is no regular expression: {error}") from error
+    measure = SCALARS.get(name) or TABLES[name]
+    try:
+        limit = float(match["number"])
+    except ValueError:
+        raise _bad(f"`{match['number']}` is no number") from None
+    if not math.isfinite(limit):
+        raise _bad("the limit is too large")
+    unit, units = match["unit"], _UNITS[measure]
+    if unit != PERCENT and unit not in units:
+        have = ", ".join([PERCENT, *filter(None, units)])
+        if not unit:
+            raise _bad(f"{name} needs a unit: {have}")
+        raise _bad(f"`{unit}` is no unit of {name}; it has {have}{' or no unit' if '' in units else ''}")
+    limit = limit / 100 if unit == PERCENT else limit * units[unit]
+    return Condition(text.strip(), name, chosen, statistic, match["sign"] == ">", limit, unit == PERCENT)
+
+
+def _bad(what: str) -> UsageError:
+    return UsageError(what, slug="bad-condition", hint=_HINT)
+
+
+CAUSES = schema("what name base_ns new_ns difference_ns")
+_MOST = 20
+_PARTS = {"idle": "idle time of the GPUs", "exposed_communication": "exposed communication"}
+
+
+def causes(base: Sequence[RunSummary], new: Sequence[RunSummary]) -> pl.DataFrame:
+    """Means per recorded step, ranked by the size of the difference.
+
+    Returns:
+        `what` (part, kernel, operator), `name`, `base_ns`, `new_ns`, `difference_ns`; the 20 largest differences.
+    """
+    gpu = any("kernel" in run.tables for run in (*base, *new))
+    rows = []
+    for table, what in (("kernel", "kernel"),) if gpu else (("op", "operator"),):
+        old, now = _means(base, table), _means(new, table)
+        rows += [(what, name, old.get(name, 0.0), now.get(name, 0.0)) for name in old.keys() | now.keys()]
+    for metric, words in _PARTS.items() if gpu else ():
+        if all(metric in run.scalars for run in (*base, *new)):
+            old_part, new_part = (float(np.mean([np.mean(run.scalars[metric]) for run in s])) for s in (base, new))
+            rows.append(("part", words, old_part, new_part))
+    return _ranked([(what, name, round(old), round(now)) for what, name, old, now in rows])
+
+
+def causes_of(comparison: Comparison) -> pl.DataFrame:
+    """The same from two runs that were compared: kernels with their operators, and idle time, add up to the step."""
+    if comparison.account == "device":
+        rows = []
+        kernels = comparison.kernels.select("base_kernel", "new_kernel", "operator", "base_ns", "new_ns")
+        for base, new, operator, old, now in kernels.rows():
+            name = new if base is None else base if new in (None, base) else f"{base} → {new}"
+            rows.append(("kernel", f"{name} in {operator}", old, now))
+        idle = comparison.breakdown.filter(pl.col("part").str.starts_with("idle"))
+        rows += [("idle", *row) for row in idle.select("meaning", "base_ns", "new_ns").rows()]
+    else:
+        host_times = comparison.operators.select("operator", "base_host_ns", "new_host_ns")
+        summed = host_times.group_by("operator", maintain_order=True).agg(pl.all().sum())
+        rows = [("operator", name, old, now) for name, old, now in summed.rows()]
+    return _ranked(rows)
+
+
+def _ranked(rows: Sequence[tuple[str, str, int, int]]) -> pl.DataFrame:
+    changed = [(what, name, old, now, now - old) for what, name, old, now in rows if now != old]
+    changed.sort(key=lambda row: (-abs(row[4]), row[1]))
+    return pl.DataFrame(changed[:_MOST], schema=CAUSES, orient="row")
+
+
+def _means(runs: Sequence[RunSummary], table: str) -> dict[str, float]:
+    """Mean per step and run of every name of a table."""
+    sums: dict[str, float] = {}
+    for run in runs:
+        for name, values in run.tables.get(table, {}).items():
+            sums[name] = sums.get(name, 0.0) + float(np.mean(values)) / len(runs)
+    return sums
+
+
+PASS, FAIL, INCONCLUSIVE = "pass", "fail", "inconclusive"
+SEVERAL, PAIRS, ONE = "runs", "pairs of runs", "within one run only"
+LEAST_RUNS = 4  # of both sides together: fewer say next to nothing about how runs scatter
+_LEAST_PAIRS = 4
+LEAST_STEPS = 5
+WALL, RECORDED = "wall times of undisturbed steps", "recorded steps"
+PROGRAM = "program"
+"""Weight of conditions that a change of the code may change: told, but no reason against a verdict."""
+_ALIKE = 0.98  # of the calls of operators
+_UNKNOWN = "not recorded"
+_WHAT = {"kernel": "kernel", "kind": "kind of kernel", "op": "operator", "op_gpu": "operator with GPU work"}
+_NEEDS = {
+    "memory_peak": "the runs were not recorded with the allocator's totals, as `traceloom record --memory` does",
+    "step_time": "no step was found",
+}
+
+CHECKS = schema(
+    "condition verdict reason metric measure base new change low high limit relative",
+    "effect_size scatter sample source base_runs new_runs base_steps new_steps",
+    {"base": pl.Float64, "new": pl.Float64, "sample": pl.String, "source": pl.String},
+)
+
+
+@dataclass(frozen=True)
+class Verdict(Result):
+    """A new run, or several, held against a base. Definitions: docs/concepts/verdicts.md.
+
+    Attributes:
+        verdict: `fail` where a condition fails; else `inconclusive` where one is; else `pass`.
+        sentence: What it says, the worst first.
+        comparable: Whether no decisive condition differs; if one does, every check is inconclusive.
+        checks: One row per condition. `base`, `new`: value per step (ns, bytes or a count, as `measure` says);
+            `change`: new less base, as a fraction of the base where `relative`, else in the unit of the measure;
+            `low`, `high`: its 95 % interval; `limit`: what it was held against; `effect_size`: the difference in
+            standard deviations of a sample (null without noise); `scatter`: standard deviation of a run as a fraction
+            of its side, of pairs that of their ratio (null within one run); `sample`: `runs`, `pairs of runs` where
+            runs of both sides took turns, or `within one run only`; `source`: wall times of undisturbed
+            steps, or recorded steps. Unknown is null, and `reason` says why.
+        conditions: `condition`, `base`, `new`, `same`, `weight` (decisive, program, minor).
+        causes: `what`, `name`, `base_ns`, `new_ns`, `difference_ns` per recorded step, the largest differences first.
+    """
+
+    verdict: str
+    sentence: str
+    comparable: bool
+    checks: pl.DataFrame
+    conditions: pl.DataFrame
+    causes: pl.DataFrame
+
+
+def judge(base: Sequence[RunSummary], new: Sequence[RunSummary], conditions: Sequence[Condition]) -> Verdict:
+    """Hold the runs of a new version against those of a base.
+
+    Args:
+        base: At least one run.
+        new: At least one run.
+        conditions: What must not be; at least one.
+
+    Raises:
+        UsageError: `nothing-measured`: a condition is about something that neither side has.
+
+    Example:
+        >>> from traceloom.analyze import gate
+        >>> base, new = [gate.summarise(traceloom.load(p)) for p in ("before", "after")]  # doctest: +SKIP
+        >>> gate.judge([base], [new], [gate.parse("step_time > 3%")]).sentence  # doctest: +SKIP
+    """
+    stated = comparable(base, new)
+    differ = stated.filter(~pl.col("same") & (pl.col("weight") == DECISIVE))["condition"].to_list()
+    rows = [_check(condition, base, new, differ) for condition in conditions]
+    checks = pl.DataFrame(rows, schema=CHECKS)
+    unmet = [verdict for verdict in (FAIL, INCONCLUSIVE) if verdict in checks["verdict"].to_list()]
+    verdict = unmet[0] if unmet else PASS
+    parts = []
+    if verdict == PASS:
+        parts.append(f"Passed: {len(rows)} condition{'s' * (len(rows) != 1)} hold{'s' * (len(rows) == 1)}")
+    failed, open_ones = (checks.filter(pl.col("verdict") == outcome) for outcome in (FAIL, INCONCLUSIVE))
+    if failed.height:
+        parts.append(f"Failed: {', '.join(failed['condition'].to_list()[:3])}")
+    if open_ones.height:
+        reasons = list(dict.fromkeys(open_ones["reason"].to_list()))
+        parts.append(f"Inconclusive: {', '.join(open_ones['condition'].to_list()[:3])} ({'; '.join(reasons[:2])})")
+    return Verdict(verdict, ". ".join(parts), not differ, checks, stated, causes(base, new))
+
+
+def comparable(base: Sequence[RunSummary], new: Sequence[RunSummary]) -> pl.DataFrame:
+    """What the runs say of themselves: `condition`, `base`, `new`, `same`, `weight` (decisive, program, minor)."""
+    weights = {stated.condition: stated.weight for run in (*base, *new) for stated in run.stated}
+    rows = []
+    for name, weight in weights.items():
+        left, right = (
+            ", ".join(sorted({stated.value for run in runs for stated in run.stated if stated.condition == name}))
+            for runs in (base, new)
+        )
+        # A value that only one side states is no known difference.
+        rows.append((name, left or _UNKNOWN, right or _UNKNOWN, left == right, weight if left and right else MINOR))
+    # Whether they are the same operators, called as often in a step, on the same shapes.
+    for what, with_shapes in (("operators called in a step", False), ("operators with these input shapes", True)):
+        sides = []
+        for program in (base[0].program, new[0].program):
+            counts: dict[tuple[str, str | None], float] = {}
+            for name, shapes, count in zip(program.operator, program.shapes, program.count, strict=True):
+                if shapes is not None or not with_shapes:
+                    key = (name, shapes if with_shapes else None)
+                    counts[key] = counts.get(key, 0.0) + count
+            sides.append(counts)
+        if all(sides) if with_shapes else any(sides):
+            both = sum(min(count, sides[1].get(key, 0.0)) for key, count in sides[0].items())
+            whole = [sum(counts.values()) for counts in sides]
+            left, right = (f"{both:.0f} of {total:.0f} in both" for total in whole)
+            rows.append((what, left, right, all(both >= _ALIKE * total for total in whole), PROGRAM))
+    return pl.DataFrame(rows, schema=CONDITIONS, orient="row")
+
+
+def _check(
+    condition: Condition, base: Sequence[RunSummary], new: Sequence[RunSummary], differ: list[str]
+) -> dict[str, object]:
+    row: dict[str, object] = dict.fromkeys(CHECKS)
+    several = len(base) > 1 or len(new) > 1
+    base, new, paired = in_pairs(base, new)
+    base_values, new_values, source = samples(condition, base, new)
+    row |= {
+        "condition": condition.text,
+        "metric": condition.name,
+        "measure": condition.measure,
+        "limit": condition.limit,
+        "relative": condition.relative,
+        "sample": PAIRS if paired else SEVERAL if several else ONE,
+        "source": source,
+        "base_runs": len(base),
+        "new_runs": len(new),
+        "base_steps": sum(values.size for values in base_values or ()),
+        "new_steps": sum(values.size for values in new_values or ()),
+    }
+    if base_values is None or new_values is None:
+        side = "base" if base_values is None else "new side"
+        return row | {"verdict": INCONCLUSIVE, "reason": f"not every run of the {side} has measured it"}
+    statistic = statistic_of(condition.statistic)
+    old, now = (float(np.array([float(statistic(run)) for run in side]).mean()) for side in (base_values, new_values))
+    row |= {"base": old, "new": now}
+    many = len(base) + len(new)
+    least = min(base_values[0].size, new_values[0].size)
+    # what never varies needs no more samples
+    constant = several and all(np.ptp(np.concatenate(side)) == 0 for side in (base_values, new_values))
+    reason = ""
+    if differ:
+        reason = f"not comparable: other {', '.join(differ[:3])}"
+    elif several and not constant and many < LEAST_RUNS:
+        reason = f"{many} runs, and {LEAST_RUNS} of both sides are needed"
+    elif not several and least < LEAST_STEPS:
+        reason = f"{least} step{'s' * (least != 1)}, and {LEAST_STEPS} are needed"
+    if reason:
+        change = float(_change(old, now, relative=condition.relative))
+        shown = change if math.isfinite(change) else None
+        return row | {"change": shown, "verdict": INCONCLUSIVE, "reason": reason}
+    if paired:
+        drawn = over_pairs(base_values, new_values, statistic)
+    elif several:
+        drawn = resample_runs(base_values, new_values, statistic)
+    else:
+        drawn = within_runs(base_values[0], new_values[0], statistic)
+    judged = row | _judged(condition, drawn, old, now)
+    if judged["verdict"] == INCONCLUSIVE and condition.measure == "time" and condition.statistic in ("mean", "median"):
+        # where steps scatter too much: whether the undisturbed steps give a verdict
+        calm = _check(structs.replace(condition, statistic=UNDISTURBED), base, new, [])["verdict"]
+        if calm != INCONCLUSIVE:
+            undisturbed = f"{UNDISTURBED}({condition.name_of_metric}), the steps that nothing disturbed, would {calm}"
+            judged["reason"] = f"{judged['reason']}; {undisturbed}"
+    return judged
+
+
+def samples(
+    condition: Condition, base: Sequence[RunSummary], new: Sequence[RunSummary]
+) -> tuple[list[Floats] | None, list[Floats] | None, str]:
+    """Take what a condition is about from the runs.
+
+    Returns:
+        Of the base and of the new side: per run the value in each step, None where a run of the side did not measure
+        it. And what the values are of: `WALL` or `RECORDED`.
+
+    Raises:
+        UsageError: `nothing-measured`: neither side has it, as when a regular expression matches no name.
+    """
+    source = RECORDED
+    if condition.metric == "step_time" and all(len(run.wall_ns or ()) >= LEAST_STEPS for run in (*base, *new)):
+        source = WALL
+    sides = [[_values(condition, run, source) for run in side] for side in (base, new)]
+    if all(values is None for side in sides for values in side):  # a typing error must not pass a check
+        if condition.metric not in TABLES:
+            why = _NEEDS.get(condition.metric, "the runs have no GPU work in steps")
+            raise UsageError(f"`{condition.text}`: neither side has measured it", slug="nothing-measured", hint=why)
+        tables = (run.tables.get(condition.metric, {}) for run in (*base, *new))
+        names = {name: sum(values) for table in tables for name, values in table.items()}
+        most = sorted(names, key=lambda name: (-names[name], name))[:4]
+        hint = f"the largest are {', '.join(name[:60] for name in most)}" if most else "the runs have none at all"
+        message = f"`{condition.text}` matches no {_WHAT[condition.metric]} on either side"
+        raise UsageError(message, slug="nothing-measured", hint=hint)
+    if condition.metric in TABLES:  # a side that measured such things, and has none of these, has 0
+        for runs, side in zip((base, new), sides, strict=True):
+            for at, run in enumerate(runs):
+                if side[at] is None and condition.metric in run.tables:
+                    side[at] = np.zeros(len(run.steps))
+    whole = [[values for values in side if values is not None] for side in sides]
+    complete = [kept if len(kept) == len(side) else None for kept, side in zip(whole, sides, strict=True)]
+    return complete[0], complete[1], source
+
+
+def _values(condition: Condition, run: RunSummary, source: str) -> Floats | None:
+    if source == WALL:
+        return np.array(run.wall_ns, dtype=np.float64)
+    if condition.metric not in TABLES:
+        column = run.scalars.get(condition.metric)
+        return None if column is None else np.array(column, dtype=np.float64)
+    table = run.tables.get(condition.metric, {})
+    if condition.metric == "kind":
+        columns = [values for name, values in table.items() if name == condition.chosen]
+    else:
+        chosen = re.compile(condition.chosen)
+        columns = [values for name, values in table.items() if chosen.search(name)]
+    return np.array(columns, dtype=np.float64).sum(axis=0) if columns else None
+
+
+def in_pairs(
+    base: Sequence[RunSummary], new: Sequence[RunSummary]
+) -> tuple[Sequence[RunSummary], Sequence[RunSummary], bool]:
+    """Both sides in the order in which they ran, where their runs took turns: a base, a new one, or the other way.
+
+    Returns:
+        Both sides, and whether the n-th of one is the partner of the n-th of the other: so many of both, at least four,
+        whose times of day are known, and of each two that follow each other one of each side.
+    """
+    timed = all(run.began_unix_ns is not None for run in (*base, *new))
+    if not timed or len(base) != len(new) or len(base) < _LEAST_PAIRS:
+        return base, new, False
+    order = sorted(
+        [(run.began_unix_ns or 0, side, at) for side, runs in enumerate((base, new)) for at, run in enumerate(runs)]
+    )
+    pairs = [{order[at][1:], order[at + 1][1:]} for at in range(0, len(order), 2)]
+    if any({side for side, _ in pair} != {0, 1} for pair in pairs):
+        return base, new, False
+    places = [dict(pair) for pair in pairs]
+    return [base[pair[0]] for pair in places], [new[pair[1]] for pair in places], True
+
+
+def _judged(condition: Condition, drawn: Resampled, base: float, new: float) -> dict[str, object]:
+    change = float(_change(base, new, relative=condition.relative))
+    if not math.isfinite(change):  # of nothing: more than any share of it
+        outcome = {"verdict": FAIL if condition.above else PASS, "reason": "the base has none of it"}
+        return {**outcome, "effect_size": drawn.effect, "scatter": drawn.scatter}
+    draws = np.asarray(_change(drawn.base, drawn.new, relative=condition.relative))
+    draws = draws[np.isfinite(draws)]
+    low, high = interval(draws, change, drawn.freedom) if draws.size else (change, change)
+    low = max(low, -1.0 if condition.relative else -base)  # nothing falls below nothing
+    beyond, within = (low > condition.limit, high <= condition.limit)
+    if not condition.above:
+        beyond, within = high < condition.limit, low >= condition.limit
+    verdict = FAIL if beyond else PASS if within else INCONCLUSIVE
+    reason = "" if verdict != INCONCLUSIVE else "the limit lies inside the interval"
+    numbers = {"change": change, "low": low, "high": high, "effect_size": drawn.effect, "scatter": drawn.scatter}
+    return {"verdict": verdict, "reason": reason, **numbers}
+
+
+def _change(base: Floats | float, new: Floats | float, *, relative: bool) -> Floats:
+    """New less base; relative to the base, where that is asked for (infinite of nothing, 0 of nothing to nothing)."""
+    old, now = np.asarray(base, dtype=np.float64), np.asarray(new, dtype=np.float64)
+    if not relative:
+        return np.asarray(now - old)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where((old == 0) & (now == 0), 0.0, now / old - 1)
+
+
+POWER = 0.8  # how often the change is to be found
+_ONE_SIDED = 0.8416  # quantile of the normal distribution at POWER
+_MAX_RUNS = 1_000
+
+ROWS = schema("condition effect scatter runs reason")
+
+
+def runs_needed(scatter: float, room: float, *, paired: bool = False) -> int | None:
+    """Runs a side with which a change beyond the limit by `room` fails the check eight times of ten.
+
+    Args:
+        scatter: Standard deviation of a run, as a fraction of the base; of pairs, that of their ratio.
+        room: The change less the limit, as a fraction of the base.
+        paired: Whether runs of both sides take turns.
+
+    Returns:
+        At least 2; None where no number of runs up to 1,000 is enough.
+    """
+    if room <= 0:
+        return None
+    sides = 1 if paired else 2
+    return next(
+        (
+            runs
+            for runs in range(2, _MAX_RUNS + 1)
+            if (student_t_quantile((runs - 1) * sides) + _ONE_SIDED) * scatter * math.sqrt(sides / runs) <= room
+        ),
+        None,
+    )
+
+
+def power(checks: pl.DataFrame, effect: float) -> pl.DataFrame:
+    """How many runs a side each check needs to fail for a change of this size.
+
+    Args:
+        checks: Of a verdict.
+        effect: The change, as a fraction of the base; positive, for conditions with `<` a decrease of that size.
+
+    Returns:
+        Columns of `ROWS`: the `effect`, the `scatter` of runs as measured (null where one run a side says nothing of
+        it), `runs` a side, and the `reason` where that is null.
+    """
+    rows = []
+    for check in checks.to_dicts():
+        scatter, limit, runs, reason = check["scatter"], check["limit"], None, None
+        if not check["relative"]:
+            reason = "the limit is no share of the base"
+        elif scatter is None:
+            reason = "how runs scatter is not known: several runs of a side are needed"
+        else:
+            runs = runs_needed(scatter, effect - abs(limit), paired=check["sample"] == PAIRS)
+            if runs is None:
+                within = effect <= abs(limit)
+                reason = "the change is within the limit" if within else f"more than {_MAX_RUNS:,} runs a side"
+        rows.append((check["condition"], effect, scatter, runs, reason))
+    return pl.DataFrame(rows, schema=ROWS, orient="row")

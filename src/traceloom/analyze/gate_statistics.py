@@ -1,0 +1,222 @@
+"""Intervals by the bootstrap: over runs and their steps, or over blocks of the steps of one run.
+
+A side of a comparison is a list of samples, one per run. `resample` draws both sides many times over and gives the
+value of each side in each draw; `interval` reads the 95 % interval of any difference of the two from them.
+
+Sources: Efron and Tibshirani, An Introduction to the Bootstrap (1993), chapters 8 and 13; Davison and Hinkley,
+Bootstrap Methods and their Application (1997), section 3.8 (samples in groups); Politis and Romano (1992), circular
+blocks; Politis and White (2004, corrected by Patton, Politis and White 2009), length of the blocks; Hesterberg (2015),
+What Teachers Should Know About the Bootstrap, section 5 (why small samples need wider intervals).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from msgspec import Struct
+
+from traceloom.trace.array_types import Floats
+
+Statistic = Callable[[Floats], Floats]  # along the last axis
+
+DRAWS = 4_000
+SEED = 20_240_229
+LEVEL = 0.95
+_NORMAL = 1.959963984540054  # half-width of the interval of a normal value, in standard deviations
+_MOST_CELLS = 1 << 22  # of steps drawn at once, so that memory stays bounded
+
+
+def statistic_of(name: str) -> Statistic:
+    """What is taken over the steps of a run: `mean`, `median`, or a percentile as `p95`."""
+    if name == "mean":
+        return lambda values: np.asarray(values.mean(axis=-1))
+    percentile = 50 if name == "median" else int(name[1:])
+    return lambda values: np.asarray(np.percentile(values, percentile, axis=-1))
+
+
+class Resampled(Struct, frozen=True):
+    """Both sides, drawn again and again.
+
+    Attributes:
+        base: Value of the base in each draw. Shape (draws,).
+        new: Of the new run.
+        freedom: Degrees of freedom of the noise: what the samples know about it.
+        effect: Difference of the sides in standard deviations of a sample (Cohen's d); None without any noise.
+        scatter: Standard deviation of a run, as a fraction of its side's value; None where nobody knows.
+    """
+
+    base: Floats
+    new: Floats
+    freedom: float
+    effect: float | None
+    scatter: float | None = None
+
+
+def resample_runs(base: Sequence[Floats], new: Sequence[Floats], statistic: Statistic) -> Resampled:
+    """The sample is the run: draw runs, then blocks of their steps.
+
+    Runs of both sides are thought to scatter alike, in relation to their side's value, so that one run on a side is
+    enough where the other has several. What is drawn is scaled to the scatter of the runs, without bias, and never
+    below what the steps of a run alone make uncertain.
+
+    Args:
+        base: Steps of each run, ns or bytes or a count; each shape (steps,). At least three runs together.
+        new: The same.
+        statistic: What is taken over the steps of a run.
+    """
+    generator = np.random.default_rng(SEED)
+    runs = [*base, *new]
+    values = np.array([float(statistic(run)) for run in runs])
+    counts = (len(base), len(new))
+    centre = np.array([values[: counts[0]].mean(), values[counts[0] :].mean()])
+    of_side = np.repeat([0, 1], counts)
+    own = centre[of_side]
+    freedom = len(runs) - 2
+    scatter = _relative(values, own) - 1
+    variance = float((scatter**2).sum()) / freedom
+    # Each run again from its own steps, in relation to its side.
+    drawn = np.stack([_relative(_steps(generator, run, statistic), at) for run, at in zip(runs, own, strict=True)])
+    within = drawn - _relative(values, own)[:, None]
+    floor = float((within**2).mean())
+    spread = float(scatter.var()) + floor
+    scale = math.sqrt(max(variance, floor) / spread) if spread > 0 else 0.0
+    sides = []
+    for side, count in enumerate(counts):
+        run = generator.integers(len(runs), size=(DRAWS, count))
+        draw = generator.integers(DRAWS, size=(DRAWS, count))
+        sides.append(centre[side] * (1 + scale * (drawn[run, draw] - 1 - scatter.mean()).mean(axis=1)))
+    deviation = math.sqrt(max(variance, floor))
+    effect = _effect(centre, deviation * abs(float(centre[0])))
+    return Resampled(sides[0], sides[1], freedom, effect, math.sqrt(variance))
+
+
+def over_pairs(base: Sequence[Floats], new: Sequence[Floats], statistic: Statistic) -> Resampled:
+    """The sample is a pair of runs, one of each side, that were made one after the other.
+
+    What both runs of a pair have in common (the machine of that hour) is in neither; what is left scatters from pair to
+    pair. It is never taken to be less than what the steps of the two runs make uncertain.
+
+    Args:
+        base: Steps of each run; each shape (steps,). At least two runs.
+        new: The same; its runs are those of the base's pairs, in their order.
+        statistic: What is taken over the steps of a run.
+    """
+    generator = np.random.default_rng(SEED)
+    values = np.array([[float(statistic(run)) for run in side] for side in (base, new)])
+    centre = values.mean(axis=1)
+    ratio = _relative(values[1], values[0])
+    deviations = _relative(ratio, ratio.mean()) - 1
+    freedom = len(base) - 1
+    variance = float((deviations**2).sum()) / freedom
+    runs = zip((*base, *new), values.ravel(), strict=True)
+    within = [_relative(_steps(generator, run, statistic), at) - 1 for run, at in runs]
+    floor = 2 * float(np.mean(np.square(within)))
+    spread = float(deviations.var())
+    scale = math.sqrt(max(variance, floor) / spread) if spread > 0 else 0.0
+    pair = generator.integers(len(base), size=(DRAWS, len(base)))
+    drawn = centre[1] * (1 + scale * deviations[pair].mean(axis=1))
+    effect = _effect(centre, math.sqrt(max(variance, floor)) * abs(float(centre[0])))
+    return Resampled(np.full(DRAWS, centre[0]), drawn, freedom, effect, math.sqrt(variance))
+
+
+def within_runs(base: Floats, new: Floats, statistic: Statistic) -> Resampled:
+    """One run a side: draw blocks of steps. Says nothing about what differs from run to run.
+
+    Args:
+        base: The steps of the run. Shape (steps,), at least two.
+        new: The same.
+        statistic: What is taken over them.
+    """
+    generator = np.random.default_rng(SEED)
+    drawn, variances, freedoms = [], [], []
+    for steps in (base, new):
+        length = block_length(steps)
+        blocks = max(steps.size / length, 2.0)
+        value = float(statistic(steps))
+        again = _steps(generator, steps, statistic)
+        # A sample knows its own scatter from one block fewer than it has.
+        again = value + (again - value) * math.sqrt(blocks / (blocks - 1))
+        drawn.append(again)
+        variances.append(float(again.var()))
+        freedoms.append(blocks - 1)
+    total = sum(variances)
+    parts = sum(variance**2 / freedom for variance, freedom in zip(variances, freedoms, strict=True))
+    freedom = total**2 / parts if parts > 0 else sum(freedoms)  # Welch and Satterthwaite
+    centre = np.array([float(statistic(base)), float(statistic(new))])
+    deviation = math.sqrt((base.var(ddof=1) + new.var(ddof=1)) / 2)
+    return Resampled(drawn[0], drawn[1], freedom, _effect(centre, deviation))
+
+
+def interval(drawn: Floats, value: float, freedom: float) -> tuple[float, float]:
+    """The 95 % interval of a value from its draws, widened to what so few samples can know.
+
+    The distances of the percentiles from the value are stretched by the ratio of Student's to the normal quantile.
+    """
+    tail = (1 - LEVEL) / 2
+    low, high = np.quantile(drawn, [tail, 1 - tail])
+    stretch = student_t_quantile(freedom) / _NORMAL
+    return value - stretch * max(value - float(low), 0.0), value + stretch * max(float(high) - value, 0.0)
+
+
+def block_length(steps: Floats) -> int:
+    """Length of the blocks so that steps in different ones are as good as independent (Politis and White, circular).
+
+    At least 1 and at most a quarter of the steps (at least 1).
+    """
+    count = steps.size
+    centred = steps - steps.mean()
+    power = float((centred**2).mean())
+    if count < 8 or power <= 0:
+        return 1
+    most = min(count - 1, int(math.sqrt(count)) + max(5, int(math.log10(count))))
+    covariance = np.array([float((centred[lag:] * centred[: count - lag]).sum()) / count for lag in range(most + 1)])
+    small = np.abs(covariance / power) < 2 * math.sqrt(math.log10(count) / count)
+    run = max(5, int(math.sqrt(math.log10(count))))
+    quiet = (lag for lag in range(1, most + 1) if small[lag : lag + run].all())
+    reach = min(2 * max(next(quiet, most) - 1, 1), most)
+    lags = np.arange(-reach, reach + 1)
+    taper = np.clip(2 * (1 - np.abs(lags) / reach), 0, 1)  # the flat-top window
+    near = taper * covariance[np.abs(lags)]
+    slope, level = float((near * np.abs(lags)).sum()), float(near.sum())
+    if level <= 0:
+        return 1
+    length = (2 * slope**2 / (4 / 3 * level**2)) ** (1 / 3) * count ** (1 / 3)
+    return int(min(max(math.ceil(length), 1), max(count // 4, 1)))
+
+
+_STUDENT = {
+    1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 5: 2.5706, 6: 2.4469, 7: 2.3646, 8: 2.3060, 10: 2.2281, 12: 2.1788,
+    15: 2.1314, 20: 2.0860, 30: 2.0423, 60: 2.0003, 120: 1.9799, math.inf: _NORMAL,
+}  # fmt: skip
+
+
+def student_t_quantile(freedom: float) -> float:
+    """The 97.5 % quantile of Student's distribution, from 1 degree of freedom on; interpolated to 0.5 %."""
+    inverses = sorted(1 / degrees for degrees in _STUDENT)
+    logs = [math.log(_STUDENT[degrees]) for degrees in sorted(_STUDENT, reverse=True)]
+    return math.exp(float(np.interp(1 / max(freedom, 1.0), inverses, logs)))
+
+
+def _steps(generator: np.random.Generator, steps: Floats, statistic: Statistic) -> Floats:
+    """The value of a run whose steps are drawn again in circular blocks. Shape (draws,)."""
+    length = block_length(steps)
+    blocks = -(-steps.size // length)
+    rows = max(_MOST_CELLS // (blocks * length), 1)
+    parts = []
+    for first in range(0, DRAWS, rows):
+        start = generator.integers(steps.size, size=(min(rows, DRAWS - first), blocks, 1))
+        at = (start + np.arange(length)) % steps.size
+        parts.append(statistic(steps[at.reshape(at.shape[0], -1)[:, : steps.size]]))
+    return np.concatenate(parts)
+
+
+def _relative(values: Floats, centre: Floats | float) -> Floats:
+    """Values in relation to a centre; 1 where the centre is 0."""
+    centre = np.asarray(centre, dtype=np.float64)
+    return np.divide(values, centre, out=np.ones(np.shape(values)), where=centre != 0)
+
+
+def _effect(centre: Floats, deviation: float) -> float | None:
+    return float(centre[1] - centre[0]) / deviation if deviation > 0 else None

@@ -1,0 +1,288 @@
+"""The few numbers of a run that a verdict needs."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+import polars as pl
+from msgspec import Meta
+
+from traceloom.analyze.ancestry import forest
+from traceloom.analyze.compare import DECISIVE, MINOR, conditions
+from traceloom.analyze.compare_tree import ComparedSteps, samples
+from traceloom.analyze.gpu_time import gpu_time
+from traceloom.analyze.host_events import classify_events
+from traceloom.analyze.kernel_kinds import kinds
+from traceloom.analyze.memory import memory
+from traceloom.analyze.steps import step_times
+from traceloom.errors import InputError, UsageError, other_version
+from traceloom.system.text import json_line
+from traceloom.trace.frames import cast_to_schema, schema
+from traceloom.trace.session import Session, undisturbed_steps
+
+FORMAT = "traceloom-baseline"
+VERSION = 1
+_MOST_BYTES = 1 << 28  # a summary of a large job has a few MB; what unfolds to more is none
+# Thirty years in ns, an exabyte; with more, sums and squares of them are no numbers.
+_Amount = Annotated[float, Meta(ge=-1e18, le=1e18)]
+_Whole = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+_Second = Annotated[int, Meta(ge=0, le=253_402_300_799)]  # of Unix time, up to the year 9999
+
+
+class Stated(msgspec.Struct, frozen=True):
+    """A condition of a run: what it says of itself, and whether times can be compared where it differs."""
+
+    condition: str
+    value: str
+    weight: str
+
+
+class OperatorCalls(msgspec.Struct, frozen=True):
+    """The operators of a run: name, input shapes (null where not recorded), calls per step. Columns of one length."""
+
+    operator: list[str]
+    shapes: list[str | None]
+    count: list[_Amount]
+
+
+class RunSummary(msgspec.Struct, frozen=True):
+    """One run. Times are nanoseconds; a value of a step is the mean over ranks (of what devices do, their sum).
+
+    Attributes:
+        name: Where it came from.
+        stated: What it says of its conditions.
+        program: Its operators.
+        wall_ns: Wall time of every undisturbed, unrecorded step after the warm-up, in order; null where none was kept.
+        steps: Numbers of the recorded steps; the columns of what follows.
+        scalars: By metric one value per recorded step; a metric that was not measured is absent.
+        tables: By metric and name one value per recorded step.
+        began_unix_ns: When the recording of its steps began; null where its traces do not tell the time of day.
+    """
+
+    name: str
+    stated: list[Stated]
+    program: OperatorCalls
+    wall_ns: list[_Amount] | None
+    steps: list[_Whole]
+    scalars: dict[str, list[_Amount]]
+    tables: dict[str, dict[str, list[_Amount]]]
+    began_unix_ns: _Whole | None
+
+
+class Baseline(msgspec.Struct, frozen=True):
+    """A stored baseline: the summaries of its runs."""
+
+    format: str
+    version: int
+    traceloom: str
+    name: str
+    saved_unix_s: _Second
+    runs: list[RunSummary]
+
+    def check(self) -> None:
+        """Check that there are runs, that each has steps and their times, and that all its columns have one length.
+
+        Raises:
+            ValueError: they have not.
+        """
+        if not self.runs:
+            raise ValueError("no runs")
+        for run in self.runs:
+            columns = [*run.scalars.values(), *(values for table in run.tables.values() for values in table.values())]
+            program = run.program
+            even = len(program.operator) == len(program.shapes) == len(program.count)
+            if not run.steps or not even or any(len(values) != len(run.steps) for values in columns):
+                raise ValueError("columns of several lengths")
+            if "step_time" not in run.scalars:
+                raise ValueError("no times of steps")
+
+
+def encode(baseline: Baseline) -> bytes:
+    """The baseline as compressed JSON; the same bytes for the same content."""
+    return gzip.compress(json_line(baseline), mtime=0)
+
+
+def decode(data: bytes, where: str) -> Baseline:
+    """Read a baseline.
+
+    Raises:
+        InputError: `damaged-baseline`: it is not one, or is cut short; `other-version`.
+    """
+    try:
+        unfolder = zlib.decompressobj(wbits=31)
+        text = unfolder.decompress(data, _MOST_BYTES)
+        head: dict[str, Any] = msgspec.json.decode(text, type=dict)
+        if unfolder.eof and head.get("format") == FORMAT:
+            if head.get("version") != VERSION:
+                raise other_version("baseline", head.get("version"), VERSION, where)
+            baseline = msgspec.convert(head, Baseline)
+            baseline.check()
+            return baseline
+    except (zlib.error, msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError):
+        pass  # one sentence for all of them, below
+    raise InputError(
+        "this is no baseline, or it is damaged", slug="damaged-baseline", where=where, hint="save it again"
+    )
+
+
+_LONG = schema("metric name step value")
+_MEMORY = "memory_peak"
+_MOST_OPERATORS = 5_000
+_NOT_OF_THE_RUN = ("whole steps", "steps known by")  # they differ with how long was recorded
+_MACHINE = {
+    "processor": "processor",
+    "usable_cpus": "usable processor cores",
+    "torch_threads": "threads of torch",
+}
+
+
+def summarise(run: Session) -> RunSummary:
+    """Measure one run, step by step.
+
+    Raises:
+        UsageError: `nothing-to-compare`: it holds no timed events.
+    """
+    chosen = [samples(trace) for trace in run.traces if trace.events.height]
+    if not any(int(of.durations.sum()) for of in chosen):
+        raise UsageError("a run holds no timed events", slug="nothing-to-compare", where=run.name)
+    of_rank = [_rank(of) for of in chosen]
+    common = set.intersection(*({*_numbers(of).to_list()} for of in chosen))
+    steps = sorted(common)
+    if not steps:  # ranks that were recorded at other times: the n-th step of one stands for the n-th of the other
+        steps = list(range(min(of.step.len() for of in chosen)))
+        for at, of in enumerate(chosen):
+            order = pl.DataFrame({"step": _numbers(of), "at": pl.Series(range(of.step.len()), dtype=pl.Int32)})
+            numbered = of_rank[at].join(order, on="step").drop("step").rename({"at": "step"})
+            of_rank[at] = numbered.select(list(_LONG))
+    # one column per metric and name: the mean over ranks (of memory the most); missing values are 0
+    step_rows = pl.DataFrame({"step": steps}, schema={"step": pl.Int32}).with_row_index("at")
+    values = pl.concat(of_rank).join(step_rows, on="step").group_by("metric", "name", "at")
+    over_ranks = values.agg(
+        pl.when(pl.col("metric").first() == _MEMORY)
+        .then(pl.col("value").max())
+        .otherwise(pl.col("value").sum() / len(of_rank))
+    )
+    scalars: dict[str, list[float]] = {}
+    tables: dict[str, dict[str, list[float]]] = {}
+    ordered = over_ranks.sort("metric", "name", "at")
+    for (metric, name), part in ordered.group_by("metric", "name", maintain_order=True):
+        column = np.zeros(len(steps))
+        column[part["at"].to_numpy()] = part["value"].to_numpy()
+        if name is None:
+            scalars[str(metric)] = column.tolist()
+        else:
+            tables.setdefault(str(metric), {})[str(name)] = column.tolist()
+    began = min((trace.start_ns for trace in run.traces if trace.meta.clock == "unix"), default=None)
+    # Operators with their input shapes, calls per step and rank; those called most where there are very many
+    parts = []
+    for of in chosen:
+        trace = of.trace
+        rows = trace.events.filter(pl.col("category") == "op").select("event", "name", "step")
+        inside = _inside(rows, of).join(trace.tensors.select("event", "shapes"), on="event", how="left")
+        counts = inside.group_by("name", "shapes").agg(pl.len().alias("count"))
+        parts.append(counts.with_columns(pl.col("count") / (of.spans.start.size * len(chosen))))
+    calls = pl.concat(parts).group_by("name", "shapes").agg(pl.col("count").sum())
+    calls = calls.sort("count", "name", "shapes", descending=[True, False, False]).head(_MOST_OPERATORS)
+    program = OperatorCalls(calls["name"].to_list(), calls["shapes"].to_list(), calls["count"].to_list())
+    # The recorded conditions of the run and its machine; unknown ones are left out
+    rows = conditions(run, run).filter(~pl.col("condition").is_in(_NOT_OF_THE_RUN))
+    stated = [Stated(name, value, weight) for name, value, weight in rows.select("condition", "base", "weight").rows()]
+    has_gpu = any(trace.gpu_work().height for trace in run.traces)
+    for key, name in _MACHINE.items():
+        described = {str(value) for t in run.traces if (value := (t.meta.capture or {}).get(key)) is not None}
+        if described:
+            stated.append(Stated(name, ", ".join(sorted(described)), MINOR if has_gpu else DECISIVE))
+    return RunSummary(run.name, stated, program, _wall(run), steps, scalars, tables, began)
+
+
+def _numbers(of: ComparedSteps) -> pl.Series:
+    """Number of each compared step; the window of a trace without steps is -1."""
+    return of.step.fill_null(-1).cast(pl.Int32)
+
+
+def _rank(of: ComparedSteps) -> pl.DataFrame:
+    """All that is measured of one rank: `metric`, `name` (null of a whole step), `step`, `value`."""
+    trace = of.trace
+    parts = [_long("step_time", pl.DataFrame({"step": _numbers(of), "value": of.durations}))]
+    if trace.gpu_work().height:
+        times = gpu_time(trace)
+        if of.step.null_count():
+            edge = pl.lit(0)  # the window of a device is all there is
+            whole = times.devices.with_columns(pl.lit(-1, pl.Int32).alias("step"))
+        else:
+            edge = pl.col("edge_idle_before_ns") + pl.col("edge_idle_after_ns")
+            whole = _inside(times.steps, of)
+        sums = whole.group_by("step").agg(
+            pl.col("busy_ns").sum().alias("gpu_time"),
+            pl.col("exposed_communication_ns").sum().alias("exposed_communication"),
+            (pl.col("idle_ns") + edge).alias("idle").sum(),
+        )
+        parts += [_long(metric, sums.select("step", value=metric)) for metric in sums.columns if metric != "step"]
+        if not of.step.null_count():
+            parts.append(_long("launches", _inside(step_times(trace).steps.select("step", value="launch_count"), of)))
+        duration = pl.col("duration_ns").clip(lower_bound=0).alias("value")
+        work = _inside(trace.gpu_work().select("event", "name", "step", "op", duration), of)
+        kind = kinds(trace).select("event", name=pl.col("kind").cast(pl.String))
+        owner = trace.events.select(op="event", operator="name")
+        parts += [
+            _long("kernel", work),
+            _long("kind", work.drop("name").join(kind, on="event", how="left")),
+            _long("op_gpu", work.join(owner, on="op").with_columns(name="operator")),
+        ]
+    # host time in which an operator is the innermost one
+    tree, is_op = forest(trace), classify_events(trace).op
+    operators = np.flatnonzero(is_op)
+    self_ns = tree.self_ns(is_op, tree.nearest(is_op))[operators]
+    rows = trace.events.select("name", "step")[tree.row[operators]].with_columns(pl.Series("value", self_ns))
+    parts.append(_long("op", _inside(rows, of)))
+    # Highest memory in each step, of the device with most of it, where an amount is known
+    usage = memory(of.trace)
+    devices = usage.devices.filter(pl.col("evidence") != "running-sum")  # relative to an unknown amount
+    on_device = devices.filter(~pl.col("device_type").str.starts_with("cpu"))
+    devices = on_device if on_device.height else devices
+    peaks = np.zeros(of.spans.start.size)
+    for kind, device, before in devices.select("device_type", "device", "start_bytes").rows():
+        curve = usage.curve.filter((pl.col("device_type") == kind) & (pl.col("device") == device))
+        time, level = curve["time_ns"].to_numpy(), curve["allocated_bytes"].to_numpy()
+        level = np.append(level, before or 0)  # the last one stands for before the first
+        first = np.searchsorted(time, of.spans.start, side="right")
+        last = np.searchsorted(time, of.spans.end, side="left")
+        for at, (low, high) in enumerate(zip(first.tolist(), last.tolist(), strict=True)):
+            highest = int(level[low:high].max()) if high > low else 0
+            peaks[at] = max(peaks[at], highest, float(level[low - 1]))
+    if devices.height:
+        parts.append(_long(_MEMORY, pl.DataFrame({"step": _numbers(of), "value": peaks})))
+    return pl.concat(parts)
+
+
+def _long(metric: str, rows: pl.DataFrame) -> pl.DataFrame:
+    """Rows of step, value and, where it is of a part of the step, name: in the columns of `_LONG`, names added up."""
+    if "name" in rows.columns:
+        rows = rows.group_by("name", "step").agg(pl.col("value").sum())
+    else:
+        rows = rows.with_columns(pl.lit(None, pl.String).alias("name"))
+    return rows.with_columns(pl.lit(metric).alias("metric")).pipe(cast_to_schema, _LONG)
+
+
+def _inside(rows: pl.DataFrame, of: ComparedSteps) -> pl.DataFrame:
+    """Rows of the compared steps; of a trace without steps all, as step -1."""
+    if of.step.null_count():
+        return rows.with_columns(pl.lit(-1, pl.Int32).alias("step"))
+    return rows.filter(pl.col("step").is_in(of.step.implode()))
+
+
+def _wall(run: Session) -> list[float] | None:
+    """Wall times of the undisturbed steps that every rank has, mean over ranks."""
+    frames = []
+    for trace in {trace.rank: trace for trace in run.traces}.values():  # several windows of a rank have one table
+        kept = undisturbed_steps(trace.meta)
+        if kept is None:
+            return None
+        frames.append(pl.DataFrame({"step": kept[0], "ns": kept[1]}))
+    rows = pl.concat(frames).group_by("step").agg(pl.len().alias("ranks"), pl.col("ns").mean())
+    wall_times: list[float] = rows.filter(pl.col("ranks") == len(frames)).sort("step")["ns"].to_list()
+    return wall_times

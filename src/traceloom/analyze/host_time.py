@@ -1,0 +1,424 @@
+"""What host threads do; their roles and concurrency."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import polars as pl
+
+from traceloom.analyze.ancestry import Forest, forest, host_segments
+from traceloom.analyze.flame import KINDS as NODE_KINDS
+from traceloom.analyze.flame import call_tree
+from traceloom.analyze.host_events import (
+    ACTIVITIES,
+    BACKWARD,
+    BLOCKING_CALL,
+    COMMUNICATION,
+    FORWARD,
+    LOADING,
+    OPTIMIZER,
+    OTHER,
+    PHASES,
+    UNOBSERVED,
+    EventClasses,
+    activity,
+    classify_events,
+    is_communication_scope,
+)
+from traceloom.analyze.intervals import complement, union
+from traceloom.analyze.names import vocabulary
+from traceloom.analyze.steps import NO_STEP, contains, cut, split_at_steps
+from traceloom.trace import vocabulary as cat
+from traceloom.trace.array_types import Bools, Ints
+from traceloom.trace.arrays import Engine, column, engine, gather_rows, to_nullable_series
+from traceloom.trace.batch import per_trace
+from traceloom.trace.frames import Result, cast_to_schema, schema
+from traceloom.trace.trace import Trace
+
+THREADS = schema("lane process thread name window_ns busy_ns event_count main")
+ACCOUNT = schema("lane step phase activity ns", {"phase": pl.Enum(PHASES), "activity": pl.Enum(ACTIVITIES)})
+_UNKNOWN = -1
+_STEP: Any = np.int32
+_CODE: Any = np.int8  # of phases and activities
+
+
+class _LaneParts(NamedTuple):
+    """Stretches of lanes, each within one step; arrays of one length."""
+
+    lane: Ints
+    start_ns: Ints
+    end_ns: Ints
+    step: Ints
+    phase: Ints
+    activity: Ints
+
+    def take(self, rows: Ints) -> _LaneParts:
+        """Some of the pieces, in the order of `rows`."""
+        return _LaneParts(*(column[rows] for column in self))
+
+
+@dataclass(frozen=True)
+class HostTime(Result):
+    """The host account of one trace.
+
+    Attributes:
+        threads: One row per host lane. `window_ns` is the trace's (first to last event of any lane), `busy_ns` the
+            union of the lane's events; `main` marks the thread that runs the program.
+        account: Nanoseconds by lane, step (null outside all steps), phase and activity; the rows of a lane add up to
+            its `window_ns`, and those of a lane and step to the step's part of the window.
+    """
+
+    threads: pl.DataFrame
+    account: pl.DataFrame
+
+
+def host(trace: Trace) -> HostTime:
+    """Account for the time of every host thread.
+
+    The phase is that of the outermost event that says one; the activity that of the innermost event. On the main
+    thread, time without a phase of its own is given one by three rules, in this order: another thread of the process
+    runs the backward pass meanwhile; the thread records nothing while another one communicates; what lies between two
+    stretches of one phase within a step belongs to it. docs/concepts/host-time.md has the definitions.
+    """
+    lanes = trace.lanes.filter(pl.col("kind") == "host").sort("lane")
+    main = main_lane(trace)
+    pieces = _pieces(trace, main)
+    threads = lanes.select(
+        "lane",
+        "process",
+        "thread",
+        "name",
+        window_ns=pl.lit(trace.end_ns - trace.start_ns, dtype=pl.Int64),
+        busy_ns=pl.col("busy_ns").fill_null(0),
+        event_count=pl.col("events").cast(pl.Int64),
+        main=(pl.col("lane") == main) if main is not None else pl.lit(False),
+    ).pipe(cast_to_schema, THREADS)
+    how = engine(trace)
+    rows = []
+    while pieces:  # no two sets share a lane; each is given up once it is added up
+        rows.append(_summed(pieces.pop(), how))
+    account = pl.concat(rows).sort("lane", "step", "phase", "activity")
+    account = account.with_columns(pl.col("step").replace(int(NO_STEP), None))
+    return HostTime(threads, account.pipe(cast_to_schema, ACCOUNT))
+
+
+@per_trace
+def is_in_passes(trace: Trace) -> Bools:
+    """Which host events, in the forest's order, are of the forward or the backward pass."""
+    in_passes: Bools = np.isin(_phase(trace, forest(trace), classify_events(trace)), (FORWARD, BACKWARD))
+    return in_passes
+
+
+@per_trace
+def main_lane(trace: Trace) -> int | None:
+    """The lane that runs the program: a process's first thread where it has ops or calls, else the lane with most.
+
+    Ops of the backward pass do not count, so that an autograd thread is never taken for it.
+    """
+    tree = forest(trace)
+    if not tree.row.size:
+        return None
+    category = column(trace, "category")[tree.row]
+    is_work = np.isin(category, [cat.CATEGORIES.index(name) for name in (cat.OP, *cat.LAUNCHES)])
+    over = tree.outermost_or_self(classify_events(trace).phase == BACKWARD)
+    events = np.bincount(tree.lane)
+    working = tree.lane[is_work & (over < 0)]
+    works = np.bincount(working, minlength=events.size)
+    first = set(trace.lanes["lane"].filter(trace.lanes["process"] == trace.lanes["thread"]))
+    return max(
+        np.flatnonzero(events).tolist(),
+        key=lambda lane: (lane in first and works[lane] > 0, works[lane], events[lane], -lane),
+    )
+
+
+def _pieces(trace: Trace, main: int | None) -> list[_LaneParts]:
+    """Pieces of lanes with their step, phase and activity; together they tile every lane's window."""
+    tree = forest(trace)
+    segments = host_segments(trace)
+    phase_of = _phase(trace, tree, classify_events(trace))
+    cuts, step = split_at_steps(trace, segments.start_ns, segments.end_ns)
+    owner, lane = segments.owner[cuts.source], segments.lane[cuts.source]
+    # one more entry at the end, which the owner -1 (nothing recorded) finds
+    phase = np.append(phase_of, _UNKNOWN).astype(_CODE)[owner]
+    activity_code = np.append(activity(trace), UNOBSERVED).astype(_CODE)[owner]
+    pieces = _LaneParts(lane, cuts.start_ns, cuts.end_ns, step.astype(_STEP), phase, activity_code)
+    del cuts, owner, step
+    if main is None:
+        return [pieces]
+    main_rows = np.flatnonzero(lane == main)
+    ordered = pieces.take(main_rows[np.argsort(pieces.start_ns[main_rows], kind="stable")])
+    return [pieces.take(np.flatnonzero(lane != main)), _infer(trace, tree, phase_of, main, ordered)]
+
+
+def _phase(trace: Trace, tree: Forest, event_meaning: EventClasses) -> Ints:
+    """Phase of each host event: that of the outermost event above it that has one; -1 where none does.
+
+    An op that autograd recorded (it has a sequence number and no forward thread) is forward where nothing above it has
+    a phase; in a trace without any backward pass every op inside a step is. Inside an optimizer's step the forward and
+    the backward pass keep their own phase: a closure runs them (LBFGS, Lightning). So does every part of the step
+    inside a region that is named communication.
+    """
+    events = trace.events
+    phase = event_meaning.phase.copy()
+    forward_thread = column(trace, "forward_thread", 0)[tree.row]
+    recorded = gather_rows(events["sequence"].is_not_null().to_numpy(), tree.row) & (forward_thread == 0)
+    of_closure = np.isin(phase, (FORWARD, BACKWARD)) | (event_meaning.op & recorded & (phase < 0))
+    if not (phase == BACKWARD).any():
+        recorded |= gather_rows(events["step"].is_not_null().to_numpy(), tree.row)
+    phase[(phase < 0) & event_meaning.op & recorded] = FORWARD
+    top = tree.outermost_or_self(phase >= 0)
+    of_top = np.append(phase, _UNKNOWN)[top]
+    inner = tree.outermost_or_self(of_closure)
+    called = (of_top == OPTIMIZER) & (inner >= 0)
+    of_event = np.where(called, np.append(phase, _UNKNOWN)[inner], of_top)
+    if not is_communication_scope(trace).any():
+        return of_event
+    part = tree.outermost_or_self(np.isin(event_meaning.phase, (LOADING, FORWARD, BACKWARD, OPTIMIZER)))
+    return np.where((of_top == COMMUNICATION) & (part >= 0), np.append(phase, _UNKNOWN)[part], of_event)
+
+
+def _infer(trace: Trace, tree: Forest, phase_of: Ints, main: int, pieces: _LaneParts) -> _LaneParts:
+    """Give phases to the main thread's time that has none (see `host`); pieces are sorted by start."""
+    lanes = trace.lanes
+    process = lanes.filter(pl.col("lane") == main)["process"][0]
+    others = lanes.filter((pl.col("kind") == "host") & (pl.col("process") == process) & (pl.col("lane") != main))
+    is_other = np.zeros(int(lanes["lane"].to_numpy().max(initial=0)) + 1, dtype=np.bool_)  # for every lane number
+    is_other[others["lane"].to_numpy()] = True
+    elsewhere = gather_rows(is_other, tree.lane)
+    for new_phase in (BACKWARD, COMMUNICATION):
+        rows = np.flatnonzero(elsewhere & (phase_of == new_phase) & (tree.parent < 0))
+        busy = union(tree.start_ns[rows], tree.end_ns[rows])
+        if not busy.start.size:
+            continue
+        unobserved = pieces.activity == UNOBSERVED
+        if new_phase == BACKWARD:  # a closure of the optimizer waits for it
+            free = (pieces.phase < 0) | ((pieces.phase == OPTIMIZER) & unobserved)
+        else:
+            free = (pieces.phase < 0) & unobserved
+        # the parts of free pieces that lie in the busy time; others are left whole
+        narrow = cut(np.where(free, pieces.start_ns, pieces.end_ns), pieces.end_ns, np.unique(np.concatenate(busy)))
+        parts, free = pieces.take(narrow.source), free[narrow.source]
+        start = np.where(free, narrow.start_ns, parts.start_ns)
+        phase = np.where(free & contains(busy, start), new_phase, parts.phase)
+        pieces = parts._replace(start_ns=start, end_ns=narrow.end_ns, phase=phase)
+    # phaseless pieces between two pieces of one phase in one step take that phase
+    phase, step = pieces.phase, pieces.step
+    has_phase = phase >= 0
+    positions = np.arange(phase.size, like=phase)
+    before = np.maximum.accumulate(np.where(has_phase, positions, -1))
+    after = np.minimum.accumulate(np.where(has_phase, positions, phase.size)[::-1])[::-1]
+    gap = np.flatnonzero(~has_phase & (before >= 0) & (after < phase.size) & (step != NO_STEP))
+    left, right = before[gap], after[gap]
+    same = (phase[left] == phase[right]) & np.isin(phase[left], (FORWARD, BACKWARD, OPTIMIZER))
+    same &= (step[left] == step[gap]) & (step[right] == step[gap])
+    filled = phase.copy()
+    filled[gap[same]] = phase[left][same]
+    return pieces._replace(phase=filled)
+
+
+def _summed(pieces: _LaneParts, how: Engine) -> pl.DataFrame:
+    """Sums by lane, step, phase and activity; one number stands for the four while they are added."""
+    lane, start, end, step, phase, activity_code = pieces
+    steps = np.unique(step[np.flatnonzero(np.diff(step, prepend=NO_STEP - 1))])  # few: neighbours share theirs
+    step_index = np.searchsorted(steps, step)
+    kinds = len(PHASES) * len(ACTIVITIES)
+    kind = np.where(phase < 0, OTHER, phase) * len(ACTIVITIES) + activity_code
+    key = (lane.astype(np.int64) * max(steps.size, 1) + step_index) * kinds + kind
+    timed = pl.LazyFrame({"key": key, "ns": end - start}).group_by("key").agg(pl.col("ns").sum())
+    summed = timed.collect(engine=how).sort("key")
+    keys = summed["key"].to_numpy()
+    number = steps[(keys // kinds) % max(steps.size, 1)] if steps.size else keys
+    return pl.DataFrame(
+        {
+            "lane": keys // (kinds * max(steps.size, 1)),
+            "step": number.astype(np.int64),
+            "phase": pl.Series(PHASES, dtype=ACCOUNT["phase"])[keys % kinds // len(ACTIVITIES)],
+            "activity": pl.Series(ACTIVITIES, dtype=ACCOUNT["activity"])[keys % len(ACTIVITIES)],
+            "ns": summed["ns"],
+        }
+    )
+
+
+ROLES = {
+    "main": "runs the program",
+    "autograd": "runs the backward pass",
+    "data_loader": "makes batches in this process",
+    "pin_memory": "copies batches into pinned memory",
+    "communication": "makes communication calls",
+    "compiler": "compiles (torch.compile)",
+    "operators": "runs operators for another thread",
+    "runtime": "only makes calls of the GPU's runtime",
+    "python": "runs other Python",
+    "annotations": "holds only annotations",
+}
+THREAD_SCHEMA = schema(
+    "lane process thread name role says event_count window_ns busy_ns active_ns",
+    *(f"{name}_ns" for name in ACTIVITIES),
+    "launch_count",
+    {"role": pl.Enum(list(ROLES))},
+)
+CONCURRENCY = schema("step threads ns")
+CURVE = schema("start_ns active")
+PARTS = 200  # of the window, for the curve
+
+_LOADER = r"(^|/)torch/utils/data/(_utils/(worker|fetch|collate)|dataloader)\.py|^enumerate\(DataLoader\)#"
+_PIN = r"(^|/)torch/utils/data/_utils/pin_memory\.py"
+_COMPILER = (
+    r"(^|/)torch/(_inductor|_dynamo|_functorch)/|\(dynamo_timed\)$|^(dynamo|inductor_compile|entire_\w+_compile)$"
+)
+_TALKS = r"^(nccl|rccl|gloo|mpi|ucc|xccl|oneccl|hccl):|^_?c10d(_functional)?::|^record_param_comms$"
+_STARTER = r"^(threading|concurrent/futures/thread|multiprocessing/\w+)\.py\(\d+\): |^<"
+
+
+@dataclass(frozen=True)
+class Threads(Result):
+    """The host threads.
+
+    Attributes:
+        threads: One row per host lane, the main thread first, then by busy time. `role` is one of `ROLES`; `says` is
+            what it was told by: a name recorded on the thread. `busy_ns` is the time with any event open, `active_ns`
+            the part of it in which the thread does not stand in a call that waits; the five columns by activity
+            (docs/concepts/host-time.md) add up to `window_ns`.
+        concurrency: How long exactly so many threads were active at once, by step (null outside all steps); adds up to
+            the window of the trace.
+        curve: Mean number of active threads in each of up to 200 equal parts of the window.
+        most: The largest number of threads active at once.
+        mean: Mean number over the window; None for a window without length.
+    """
+
+    threads: pl.DataFrame
+    concurrency: pl.DataFrame
+    curve: pl.DataFrame
+    most: int
+    mean: float | None
+
+
+def threads(trace: Trace) -> Threads:
+    """Say of every host thread what it is for and what it did, and how many were active over time."""
+    lanes = trace.lanes.filter(pl.col("kind") == "host").sort("lane")
+    segments = host_segments(trace)
+    doing = np.append(activity(trace), UNOBSERVED)[segments.owner]
+    ns = segments.end_ns - segments.start_ns
+    size = int(trace.lanes["lane"].to_numpy().max(initial=0)) + 1
+    by_activity = np.zeros((size, len(ACTIVITIES)), dtype=np.int64)
+    np.add.at(by_activity, (segments.lane, doing), ns)
+    host_lanes = lanes["lane"].to_numpy()
+    roles = _roles(trace)
+    launches = [cat.CATEGORIES.index(category) for category in cat.LAUNCHES]
+    calls = np.flatnonzero(np.isin(column(trace, "category"), launches))
+    window = trace.end_ns - trace.start_ns
+    busy = lanes["busy_ns"].fill_null(0).to_numpy()
+    table = pl.DataFrame(
+        {
+            "lane": host_lanes,
+            "process": lanes["process"],
+            "thread": lanes["thread"],
+            "name": lanes["name"],
+            "role": pl.Series([roles[int(lane)][0] for lane in host_lanes], dtype=pl.String),
+            "says": pl.Series([roles[int(lane)][1] for lane in host_lanes], dtype=pl.String),
+            "event_count": lanes["events"].cast(pl.Int64),
+            "window_ns": np.full(host_lanes.size, window),
+            "busy_ns": busy,
+            "active_ns": window - by_activity[host_lanes, UNOBSERVED] - by_activity[host_lanes, BLOCKING_CALL],
+            **{f"{name}_ns": by_activity[host_lanes, at] for at, name in enumerate(ACTIVITIES)},
+            "launch_count": np.bincount(column(trace, "lane")[calls], minlength=size)[host_lanes],
+        }
+    ).pipe(cast_to_schema, THREAD_SCHEMA)
+    is_main = (pl.col("role") == "main").fill_null(False)
+    # A thread is active whenever it does not rest: +1 where it begins to be, -1 where it ends.
+    resting = np.flatnonzero((doing == UNOBSERVED) | (doing == BLOCKING_CALL))
+    resting = resting[np.argsort(segments.lane[resting], kind="stable")]
+    low, high = (np.searchsorted(segments.lane[resting], host_lanes, side=side) for side in ("left", "right"))
+    times, change = [np.array([trace.start_ns, trace.end_ns])], [np.zeros(2, dtype=np.int64)]
+    for first, last in zip(low.tolist(), high.tolist(), strict=True):
+        rest = resting[first:last]
+        active = complement(union(segments.start_ns[rest], segments.end_ns[rest]), trace.start_ns, trace.end_ns)
+        times += active
+        change += [np.ones_like(active.start), -np.ones_like(active.end)]
+    start = np.concatenate(times)
+    order = np.argsort(start, kind="stable")
+    start, count = start[order], np.cumsum(np.concatenate(change)[order])
+    is_last = np.append(start[1:] != start[:-1], True)
+    start, count = start[is_last], count[is_last]  # the instants at which the number changes, and the end
+    total = int((count[:-1] * np.diff(start)).sum()) if start.size else 0
+    if start.size < 2:
+        concurrency = CONCURRENCY.to_frame()
+    else:
+        pieces, step = split_at_steps(trace, start[:-1], start[1:])
+        frame = pl.DataFrame(
+            {
+                "step": to_nullable_series(step, absent=int(NO_STEP)),
+                "threads": count[:-1][pieces.source],
+                "ns": pieces.end_ns - pieces.start_ns,
+            }
+        )
+        concurrency = (
+            frame.group_by("step", "threads")
+            .agg(pl.col("ns").sum())
+            .sort("step", "threads")
+            .pipe(cast_to_schema, CONCURRENCY)
+        )
+    return Threads(
+        table.sort([~is_main, pl.col("busy_ns"), pl.col("lane")], descending=[False, True, False]),
+        concurrency,
+        _curve(trace, start, count),
+        int(count.max(initial=0)),
+        total / window if window else None,
+    )
+
+
+def _curve(trace: Trace, start: Ints, count: Ints) -> pl.DataFrame:
+    window = trace.end_ns - trace.start_ns
+    parts = min(PARTS, window)
+    if start.size < 2 or not parts:
+        return CURVE.to_frame()
+    edges = trace.start_ns + window * np.arange(parts + 1) // parts
+    spent = np.concatenate([[0], np.cumsum(count[:-1] * np.diff(start))])  # thread-nanoseconds up to each instant
+    at = np.searchsorted(start, edges, side="right") - 1
+    until = spent[at] + count[at] * (edges - start[at])
+    return pl.DataFrame({"start_ns": edges[:-1], "active": np.diff(until) / np.diff(edges)}).pipe(cast_to_schema, CURVE)
+
+
+@per_trace
+def _roles(trace: Trace) -> dict[int, tuple[str, str | None]]:
+    """Role of every host lane, and the name that shows it."""
+    tree = forest(trace)
+    main = main_lane(trace)
+    words = vocabulary(trace)
+    code = words.code[tree.row]
+    category = column(trace, "category")[tree.row]
+    is_op = category == cat.CATEGORIES.index(cat.OP)
+    backward = (tree.parent < 0) & (classify_events(trace).phase == BACKWARD) & is_op
+    launch = np.isin(category, [cat.CATEGORIES.index(name) for name in cat.LAUNCHES])
+    python = category == cat.CATEGORIES.index(cat.PYTHON)
+    tests = (
+        ("pin_memory", gather_rows(words.matching(_PIN), code)),
+        ("data_loader", gather_rows(words.matching(_LOADER), code) & python),
+        ("autograd", backward),
+        ("compiler", gather_rows(words.matching(_COMPILER), code) & ~launch),
+        ("communication", gather_rows(words.matching(_TALKS), code) & (tree.parent < 0)),
+        ("operators", is_op),
+        ("python", python),
+        ("runtime", launch),
+        ("annotations", category == cat.CATEGORIES.index(cat.ANNOTATION)),
+    )
+    roles: dict[int, tuple[str, str | None]] = {}
+    for role, matches in tests:
+        rows = np.flatnonzero(matches)
+        lanes, first = np.unique(tree.lane[rows], return_index=True)
+        for lane, row in zip(lanes.tolist(), rows[first].tolist(), strict=True):
+            roles.setdefault(lane, (role, str(words.names[int(code[row])])))
+    for lane in [lane for lane, (role, _) in roles.items() if role == "python"]:
+        # what it was started to do: its outermost frame that is not the machinery of starting threads
+        folded = call_tree(trace)
+        frames = np.flatnonzero((folded.lane == lane) & (folded.kind == NODE_KINDS.index("python")))
+        names = folded.names[pl.Series(folded.label[frames], dtype=pl.UInt32)]
+        targets = names.filter(~names.str.contains(_STARTER))
+        if targets.len():
+            roles[lane] = ("python", str(targets[0]) or roles[lane][1])
+    if main is not None:
+        roles[main] = ("main", None)
+    everything = trace.lanes.filter(pl.col("kind") == "host")["lane"].to_list()
+    return {lane: roles.get(lane, ("annotations", None)) for lane in everything}

@@ -1,0 +1,494 @@
+"""Peak, largest, growth, activations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+import polars as pl
+
+from traceloom.analyze.ancestry import forest
+from traceloom.analyze.memory_blocks import ALIVE, EXISTED, Blocks
+from traceloom.analyze.memory_names import NamedBlocks, module_calls, name_blocks
+from traceloom.analyze.memory_owners import (
+    ACTIVATION,
+    CATEGORIES,
+    EVIDENCE,
+    TREE,
+    BlockOwners,
+    Categories,
+    Partition,
+    Stacks,
+    categories,
+    names,
+    owners,
+    partition,
+    scope_tree,
+    stack_partition,
+    sum_blocks_by,
+)
+from traceloom.system import units
+from traceloom.trace import vocabulary as cat
+from traceloom.trace.array_types import Ints
+from traceloom.trace.arrays import in_memory
+from traceloom.trace.frames import Result, cast_to_schema, schema
+from traceloom.trace.notice import Notice
+from traceloom.trace.session import Snapshot, stack_texts
+from traceloom.trace.trace import Trace
+
+_DEVICE = "cuda"
+_CLOSEST_NS = 2_000
+"""The history has microseconds: nothing nearer can be told apart."""
+_FARTHEST_NS = 10_000_000
+"""Clocks that are farther apart are not believed."""
+_PLACE = ["device", "address"]
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainedMemory:
+    """Blocks with names, categories and owners.
+
+    Attributes:
+        trace: The trace they are of.
+        named: Their names.
+        kinds: Their categories.
+        whose: Their owners.
+        stacks: The stack of each block as text, the innermost frame first, where the source gives them with the blocks;
+            None where frames are events of the trace.
+        lines: The stacks by the history of the GPU's allocator, null where none is certain: for blocks of whom the
+            trace has no frames. None without a history.
+    """
+
+    trace: Trace
+    named: NamedBlocks
+    kinds: Categories
+    whose: BlockOwners
+    stacks: pl.Series | None = None
+    lines: pl.Series | None = None
+    _divided: dict[tuple[str, int | None], Partition] = field(default_factory=dict, repr=False, compare=False)
+
+    def by(self, what: str, depth: int | None = None) -> Partition:
+        """Divide the blocks by scope, module, category, op, stack or dtype; made once, so nobody may change it."""
+        made = self._divided
+        if (what, depth) not in made:
+            if what == "stack" and (self.stacks is not None or self.lines is not None):
+                every = np.arange(self.named.position.size)
+                made[what, depth] = stack_partition(self.named, self.stack_reader()(every))
+            else:
+                made[what, depth] = partition(what, self.trace, self.named, self.kinds, self.whose, depth=depth)
+        return made[what, depth]
+
+    def stack_reader(self) -> Callable[[Ints], pl.Series]:
+        """Gives the Python stacks of some blocks, the innermost frame first; null where none was recorded."""
+        if self.stacks is not None:
+            return self.stacks.gather
+        recorded, lines = Stacks(self.trace).reader(self.named.position), self.lines
+        if lines is None:
+            return recorded
+        return lambda rows: pl.select(pl.coalesce(recorded(rows), lines.gather(rows))).to_series()
+
+    @property
+    def has_stacks(self) -> bool:
+        """Whether the Python stack of any block is known."""
+        if any(stacks is not None and stacks.len() > stacks.null_count() for stacks in (self.stacks, self.lines)):
+            return True
+        kinds = self.trace.events["category"].to_physical()
+        return bool((kinds == cat.CATEGORIES.index(cat.PYTHON)).any())
+
+
+def explain(trace: Trace, *, full_op_names: bool = False, snapshot: Snapshot | None = None) -> ExplainedMemory:
+    """Pair, name and explain the allocations of a trace.
+
+    Args:
+        trace: Recorded with `profile_memory`; without allocation events there are no blocks.
+        full_op_names: Keep the namespaces of operators in names: `aten::relu`.
+        snapshot: Of the allocator in the same process, taken later: its history holds the stacks.
+    """
+    trace = in_memory(trace)  # blocks are held there, so the columns that describe them are too
+    named_blocks = name_blocks(trace, full_op_names=full_op_names)
+    named_blocks.blocks.check()
+    whose = owners(trace, named_blocks.blocks)
+    lines = None
+    if snapshot is not None:
+        number = _stack_numbers(named_blocks.blocks, snapshot, trace.start_ns)
+        lines = stack_texts(snapshot).gather(number)
+    return ExplainedMemory(trace, named_blocks, categories(trace, named_blocks, whose), whose, lines=lines)
+
+
+def _stack_numbers(blocks: Blocks, snapshot: Snapshot, start_ns: int) -> Ints:
+    """The number of the stack (of `snapshot.stacks`) that made each block; 0, which is none, where that is not certain.
+
+    A trace recorded without stacks knows who made a block by operator and module; the allocator's history knows the
+    lines, also of blocks from before the recording. Both tell addresses, which are given out again and again, and
+    times, which may be a little apart. Blocks whose address occurs once in both tell how far the clocks are apart; by
+    that the others are matched, and what could be two blocks stays without a stack.
+
+    Args:
+        blocks: Of a trace; only those of GPUs are looked up.
+        snapshot: Of the same process, taken later; its history may begin after the blocks do.
+        start_ns: When the recording began.
+
+    Returns:
+        Shape (blocks,).
+    """
+    made = snapshot.entries.filter((pl.col("action") == "alloc") & pl.col("time_us").is_not_null())
+    twice = pl.len().over(*_PLACE, "time_us") > 1  # within one microsecond: nobody knows which is which
+    history = made.select(
+        *_PLACE,
+        pl.col("bytes").alias("asked"),
+        pl.when(twice).then(0).otherwise("stack").alias("stack"),
+        (pl.col("time_us") * 1000).alias("time"),
+    ).sort("time")
+    on_gpu = np.array([pool.device_type == _DEVICE for pool in blocks.pools], dtype=np.bool_)
+    rows = np.zeros(0, dtype=np.int64)
+    if on_gpu.any():
+        rows = np.flatnonzero(on_gpu[blocks.pool] & (blocks.address < 1 << 63))
+    recorded = blocks.start_ns[rows] != EXISTED
+    device = np.array([max(pool.device, 0) for pool in blocks.pools], dtype=np.int32)
+    gpu_blocks = pl.DataFrame(
+        {
+            "block": rows,
+            "device": device[blocks.pool[rows]],
+            "address": blocks.address[rows].astype(np.int64),
+            "bytes": blocks.bytes[rows],
+            "time": np.where(recorded, blocks.start_ns[rows], start_ns),
+            "inside": recorded,
+        }
+    )
+    out = np.zeros(blocks.made.size, dtype=np.int64)
+    # how far the history is ahead of the trace, and how surely
+    once = [frame.filter(pl.len().over(_PLACE) == 1) for frame in (gpu_blocks.filter("inside"), history)]
+    both = once[0].join(once[1], on=_PLACE, suffix="_told").filter(pl.col("asked") <= pl.col("bytes"))
+    difference = (both["time_told"] - both["time"]).to_numpy()
+    ahead, reach = 0, _FARTHEST_NS
+    if difference.size:
+        ahead = int(np.median(difference))
+        spread = int(np.median(np.abs(difference - ahead)))
+        if abs(ahead) + 5 * spread >= _FARTHEST_NS:  # the two do not belong together
+            return out
+        reach = _CLOSEST_NS + 5 * spread
+    shifted = gpu_blocks.with_columns(pl.col("time") + ahead).sort("time")
+    inside, before = shifted.filter("inside"), shifted.filter(~pl.col("inside"))
+    # Blocks of the recording: the only allocation at their address within `reach` of their time.
+    last = _nearest(inside, history, reach, "backward").filter(pl.col("told") >= pl.col("time") - reach)
+    first = _nearest(inside, history, -reach, "forward").select("block", first="told")
+    alone = last.join(first, on="block").filter(pl.col("told") == pl.col("first"))
+    # Blocks from before: the last allocation at their address, if that did not come after the beginning.
+    earlier = _nearest(before, history, reach, "backward").filter(pl.col("told") <= pl.col("time") - reach)
+    for matches in (alone.filter(pl.len().over(*_PLACE, "told") == 1), earlier):
+        fitting = matches.filter(pl.col("asked") <= pl.col("bytes"))
+        out[fitting["block"].to_numpy()] = fitting["stack"].to_numpy()
+    return out
+
+
+def _nearest(
+    gpu_blocks: pl.DataFrame, history: pl.DataFrame, shift: int, strategy: Literal["backward", "forward"]
+) -> pl.DataFrame:
+    """Each block with the next allocation at its address, seen from `shift` behind its time; `told` is its time."""
+    columns = history.select(*_PLACE, "asked", "stack", "time", told="time")
+    shifted = gpu_blocks.with_columns(at=pl.col("time") + shift).sort("at")
+    return shifted.join_asof(
+        columns.rename({"time": "at"}), on="at", by=_PLACE, strategy=strategy, check_sortedness=False
+    ).drop_nulls("told")
+
+
+GROWTH = schema(
+    "site pool step_count period bytes bytes_per_step block_count first_step last_step example",
+    {"first_step": pl.Int64, "last_step": pl.Int64},
+)
+LEAST_STEPS = 3
+
+
+def growth(trace: Trace, named: NamedBlocks) -> pl.DataFrame:
+    """Places in the code that leave memory alive in one step after the other, or in every second or third of them.
+
+    A block counts where it was made in a step and is alive when the recording ends, its step being over. The last step
+    does not count: what it made may be in use. A place grows where at least `LEAST_STEPS` steps leave something, at
+    equal distances but for one that may be up to twice as long, and up to the end of the recording; what only the first
+    step leaves (optimizer state, caches) does not grow.
+
+    Returns:
+        `GROWTH`, the fastest first: site (name with the counter restarting every step), pool (number of the memory),
+        step_count (steps that left something), period (their distance, in steps), bytes and block_count (left in all),
+        bytes_per_step (mean over the steps from the first to the last of these and those that belong to the last),
+        first_step, last_step, example (a block).
+    """
+    blocks, steps = named.blocks, trace.steps
+    if steps.height < LEAST_STEPS + 1 or not blocks.made.size:
+        return GROWTH.to_frame()
+    made = np.maximum(blocks.made, 0)
+    step = trace.allocations["step"].fill_null(-1).cast(pl.Int64).to_numpy()[made]
+    last = int(steps["step"].to_numpy().max())
+    left = np.flatnonzero((blocks.made >= 0) & (blocks.ended >= trace.allocations.height) & (step >= 0) & (step < last))
+    rows = pl.DataFrame(
+        {
+            "site": named.names(left, sites=True),
+            "pool": blocks.pool[left],
+            "step": step[left],
+            "bytes": blocks.bytes[left],
+            "block": left.astype(np.uint32),
+        }
+    )
+    grown = (
+        rows.group_by("site", "pool")
+        .agg(
+            step_count=pl.col("step").n_unique().cast(pl.Int64),
+            bytes=pl.col("bytes").sum(),
+            block_count=pl.len().cast(pl.Int64),
+            first_step=pl.col("step").min(),
+            last_step=pl.col("step").max(),
+            example=pl.col("block").last(),
+            distances=pl.col("step").unique().sort().diff().drop_nulls(),
+        )
+        .filter(pl.col("step_count") >= LEAST_STEPS)
+        .with_columns(
+            period=pl.col("distances").list.min(),
+            longest=pl.col("distances").list.max(),
+            span=pl.col("last_step") - pl.col("first_step"),
+        )
+        .filter(
+            pl.col("longest") <= 2 * pl.col("period"),
+            # All distances but one are the period.
+            pl.col("span") == pl.col("period") * (pl.col("step_count") - 2) + pl.col("longest"),
+            pl.col("last_step") >= last - 1 - pl.col("period"),
+        )
+        .with_columns(bytes_per_step=pl.col("bytes") / (pl.col("span") + pl.col("period")))
+    )
+    return grown.pipe(cast_to_schema, GROWTH).sort("bytes_per_step", "site", descending=[True, False])
+
+
+POOLS = schema(
+    "pool device_type device peak_bytes peak_time_ns peak_step peak_row unseen_bytes",
+    "start_bytes end_bytes allocation_count free_count reserved_at_peak_bytes",
+)
+"""One row per memory."""
+
+_LOST = """blocks were never freed in the recording, and yet their address was given out again: they are taken to end
+there (another thread freed them, or events were dropped)"""
+_RESIZED = "frees say another size than their allocation: that of the allocation counts"
+_UNSEEN = """storages ({size}) are alive at the end whose allocation was not recorded, and that were not there before:
+other threads made them, or they are not PyTorch's own (NumPy arrays, mapped files); no figure holds them"""
+_GONE = """storages ({size}) from before the recording were not found any more at its end, but no free of them was
+recorded: they count until the end"""
+_EARLY = """blocks ({size}) were freed whose allocation was not recorded: they are taken to be from before the
+recording, where no other thread made them; their owner is unknown"""
+_NO_ADDRESS = """blocks were recorded without an address: a free is taken to end the youngest block of its size, so
+that sums are right but single lifetimes are guesses"""
+_UNKNOWN = "backward nodes belong to no recorded forward operator: what they allocate is called backward.unknown"
+_COMPILED = """allocations ({size}) were made in compiled code: they are charged to the scope that called it, because
+modules and scopes inside it are gone"""
+
+
+@dataclass(frozen=True)
+class Allocations(Result):
+    """Whose memory it is, in one trace.
+
+    Attributes:
+        pools: One row per memory (a device, or the shared memory of loader workers): peak, its time, step and row;
+            `unseen_bytes` (what the allocator held before the recording and was never seen), start, end, counts.
+        peak: At the peak of each pool, who holds what: pool and `TREE`.
+        categories: At the peak: pool, category, evidence, bytes, block_count, fraction.
+        largest: The largest blocks alive at the peak: pool, name, bytes, category, time_ns, end_ns, step.
+        growth: Places that leave memory alive step after step; see `growth`.
+        notices: What to know about the pairing.
+    """
+
+    pools: pl.DataFrame
+    peak: pl.DataFrame
+    categories: pl.DataFrame
+    largest: pl.DataFrame
+    growth: pl.DataFrame
+    notices: tuple[Notice, ...]
+
+
+MOST = 100
+CATEGORY_ROWS = schema("pool category evidence bytes block_count fraction")
+LARGEST = schema("pool name owner bytes category backward time_ns end_ns step")
+
+
+def allocations(trace: Trace, *, full_op_names: bool = False) -> Allocations:
+    """Pair, name and explain the allocations of a trace (recorded with `profile_memory`).
+
+    Args:
+        trace: The trace; without allocation events all frames are empty.
+        full_op_names: Keep namespaces in names: `aten::relu`.
+    """
+    return answers(explain(trace, full_op_names=full_op_names))
+
+
+def answers(explained: ExplainedMemory, rows: Mapping[int, int] | None = None, *, most: int = MOST) -> Allocations:
+    """The same for blocks that are explained already, and for other instants than the peaks.
+
+    Args:
+        explained: The blocks.
+        rows: Row of `trace.allocations` just after which each memory is looked at; the peak where none is given.
+        most: How many of the largest blocks to list; 0 for none.
+    """
+    trace, named, kinds, whose = explained.trace, explained.named, explained.kinds, explained.whose
+    pools = _pools(trace, named)
+    peaks, by_category, largest = [TREE_ROWS.to_frame()], [CATEGORY_ROWS.to_frame()], [LARGEST.to_frame()]
+    for pool, highest, unseen in pools.select("pool", "peak_row", "unseen_bytes").rows():
+        row = (rows or {}).get(pool, highest)
+        chosen = (named.blocks.pool == pool) & named.blocks.alive(row)
+        pool_column = pl.lit(pool, pl.Int64).alias("pool")
+        peaks.append(scope_tree(named, chosen, unseen, whose).select(pool_column, pl.all()))
+        key = kinds.category * len(EVIDENCE) + kinds.evidence
+        both = [(category, evidence) for category in CATEGORIES for evidence in EVIDENCE]
+        sums = sum_blocks_by(named, chosen, key, pl.int_range(len(both), eager=True))
+        rows_of = [(*both[key], size, count) for key, size, count, _ in sums.rows()]
+        if unseen:
+            rows_of.append(("before_recording", "none", unseen, 0))
+        kept = ["category", "evidence", "bytes", "block_count"]
+        summed = pl.DataFrame(rows_of, schema={name: CATEGORY_ROWS[name] for name in kept}, orient="row")
+        summed = summed.group_by("category", "evidence").agg(pl.col("bytes", "block_count").sum())
+        whole = max(int(summed["bytes"].sum()), 1)
+        ranked = summed.with_columns(pool_column, fraction=pl.col("bytes") / whole)
+        ranked = ranked.sort("bytes", "category", descending=[True, False])
+        by_category.append(ranked.pipe(cast_to_schema, CATEGORY_ROWS))
+        if not most:
+            continue
+        chosen_rows = np.flatnonzero(chosen)
+        top = chosen_rows[np.argsort(-named.blocks.bytes[chosen_rows], kind="stable")[:most]]
+        made = named.blocks.made[top]
+        step = trace.allocations["step"].gather(np.maximum(made, 0)) if top.size else pl.Series([], dtype=pl.Int32)
+        table = pl.DataFrame(
+            {
+                "name": names(named, whose, top),
+                "owner": whose.table["name"].gather(pl.Series(whose.of[top]).replace(-1, None).cast(pl.UInt32)),
+                "bytes": named.blocks.bytes[top],
+                "category": pl.Series(CATEGORIES).gather(kinds.category[top]),
+                "backward": named.backward[top],
+                "time_ns": pl.Series(named.blocks.start_ns[top]).replace(EXISTED, None),
+                "end_ns": pl.Series(named.blocks.end_ns[top]).replace(ALIVE, None),
+                "step": step.set(pl.Series(made < 0), None),
+            }
+        )
+        largest.append(table.select(pool_column, pl.all()).cast(LARGEST))
+    # What pairing and naming had to assume, and what the recording cannot have seen
+    blocks = named.blocks
+    early = np.flatnonzero((blocks.start_ns == EXISTED) & (blocks.owner < 0))
+    without_address = int(((blocks.address == 0) & (blocks.owner < 0)).sum())
+    compiled = np.flatnonzero(np.append(named.places.compiled, False)[named.position])
+    listed = whose.table["bytes"].to_numpy()
+    none = early[:0]
+    notices = (
+        Notice("lost-frees", "warning", _line(_LOST, none), blocks.lost_frees),
+        Notice("resized-frees", "warning", _line(_RESIZED, none), blocks.resized),
+        Notice("unrecorded-allocations", "warning", _line(_UNSEEN, listed[whose.unseen]), whose.unseen.size),
+        Notice("unrecorded-frees", "warning", _line(_GONE, blocks.bytes[whose.gone]), whose.gone.size),
+        Notice("freed-from-before", "info", _line(_EARLY, blocks.bytes[early]), early.size),
+        Notice("allocations-without-address", "info", _line(_NO_ADDRESS, none), without_address),
+        Notice("backward-without-forward", "info", _line(_UNKNOWN, none), named.places.unknown_backward),
+        Notice("compiled-allocations", "info", _line(_COMPILED, blocks.bytes[compiled]), compiled.size),
+    )
+    counted = (notice for notice in notices if notice.count)
+    return Allocations(
+        pools,
+        pl.concat(peaks),
+        pl.concat(by_category),
+        pl.concat(largest),
+        growth(trace, named),
+        tuple(replace(notice, message=f"{units.count(notice.count)} {notice.message}") for notice in counted),
+    )
+
+
+TREE_ROWS = schema("pool", TREE)
+
+
+def _pools(trace: Trace, named: NamedBlocks) -> pl.DataFrame:
+    rows = trace.allocations
+    times = rows["time_ns"]
+    out = []
+    for number, pool in enumerate(named.blocks.pools):
+        levels = named.blocks.levels(number, rows.height)
+        unseen = 0 if pool.start_bytes is None else pool.start_bytes - int(levels[0])
+        peak = int(levels.argmax())
+        row = max(peak - 1, 0)
+        in_pool = named.blocks.pool == number
+        before = named.blocks.start_ns == EXISTED
+        out.append(
+            {
+                "pool": number,
+                "device_type": pool.device_type,
+                "device": pool.device,
+                "peak_bytes": int(levels[peak]) + unseen,
+                "peak_time_ns": times[row],
+                "peak_step": rows["step"][row],
+                "peak_row": peak - 1,
+                "unseen_bytes": unseen,
+                "start_bytes": pool.start_bytes,
+                "end_bytes": int(levels[-1]) + unseen,
+                "allocation_count": int((in_pool & ~before).sum()),
+                "free_count": int((in_pool & (named.blocks.end_ns != ALIVE)).sum()),
+                "reserved_at_peak_bytes": rows["reserved_bytes"][row] if pool.start_bytes is not None else None,
+            }
+        )
+    return pl.DataFrame(out, schema=POOLS)
+
+
+def _line(text: str, sizes: Ints) -> str:
+    return text.replace("\n", " ").format(size=units.size(int(sizes.sum())))
+
+
+ACTIVATIONS = schema("module call_count bytes block_count saved_bytes host_ns device_ns")
+
+
+def module_activations(explained: ExplainedMemory, pool: int, row: int) -> pl.DataFrame:
+    """Activations alive at an instant by the module that made them.
+
+    Args:
+        explained: The blocks.
+        pool: Which memory.
+        row: The instant: just after this row of `trace.allocations`.
+
+    Returns:
+        `ACTIVATIONS`, the largest saving first: module, call_count (calls that hold some), bytes and block_count (made
+        inside these calls, with modules inside), saved_bytes (what checkpointing the module would free: all but the
+        last block of each call, which is taken for its output), host_ns and device_ns (what recomputing costs: the time
+        of these calls on their threads, and of the GPU work that they launched). Rows of a module and of the modules
+        inside it overlap.
+    """
+    blocks, places = explained.named.blocks, explained.named.places
+    if explained.stacks is not None or not places.path.size:
+        return ACTIVATIONS.to_frame()
+    tree = forest(explained.trace)
+    held = (blocks.pool == pool) & blocks.alive(row) & (explained.kinds.category == ACTIVATION) & (blocks.made >= 0)
+    # every pair of a module call and a block that was made in it, at any depth
+    is_call = module_calls(explained.trace, tree)
+    above = tree.nearest(is_call)
+    block = np.flatnonzero(held)
+    at = np.append(tree.nearest_or_self(is_call, above), -1)[explained.named.position[block]]
+    calls, made_in = [at[:0]], [block[:0]]
+    while (at >= 0).any():
+        inside = np.flatnonzero(at >= 0)
+        at, block = at[inside], block[inside]
+        calls.append(at)
+        made_in.append(block)
+        at = above[at]
+    block = np.concatenate(made_in)
+    pairs = pl.DataFrame({"call": np.concatenate(calls), "bytes": blocks.bytes[block], "made": blocks.made[block]})
+    by_call = pairs.group_by("call").agg(
+        pl.col("bytes").sum(), pl.len().cast(pl.Int64).alias("block_count"),
+        output=pl.col("bytes").sort_by("made").last(),
+    )  # fmt: skip
+    work = explained.trace.gpu_work().select("launch", "duration_ns").drop_nulls()
+    position = tree.position[work["launch"].to_numpy()] if work.height else np.zeros(0, dtype=np.int64)
+    has_launch = position >= 0
+    launched_ns = np.zeros(tree.row.size, dtype=np.int64)  # of the GPU work that each host event launched itself
+    np.add.at(launched_ns, position[has_launch], np.maximum(work["duration_ns"].to_numpy()[has_launch], 0))
+    call = by_call["call"].to_numpy()
+    paths = pl.Series(places.modules, dtype=pl.String)
+    call_costs = by_call.with_columns(
+        module=paths.gather(places.path[call]),
+        host_ns=pl.Series(tree.span_ns()[call]),
+        device_ns=pl.Series(tree.subtree_sums(launched_ns)[call]),
+    )
+    summed = call_costs.group_by("module").agg(
+        pl.len().cast(pl.Int64).alias("call_count"),
+        pl.col("bytes", "block_count", "host_ns", "device_ns").sum(),
+        saved_bytes=(pl.col("bytes") - pl.col("output")).sum(),
+    )
+    chosen = summed.filter(pl.col("saved_bytes") > 0).pipe(cast_to_schema, ACTIVATIONS)
+    return chosen.sort("saved_bytes", "module", descending=[True, False])

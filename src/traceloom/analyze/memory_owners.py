@@ -1,0 +1,508 @@
+"""Category and owner of each block; partitions; who holds what; the table of blocks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import polars as pl
+from msgspec import Struct
+
+from traceloom.analyze.ancestry import forest
+from traceloom.analyze.host_events import LOADING, OPTIMIZER, classify_events
+from traceloom.analyze.memory import CENSUS as MEMORY_CENSUS
+from traceloom.analyze.memory import SHARED, census, last_census
+from traceloom.analyze.memory_blocks import ALIVE, EXISTED, Blocks
+from traceloom.analyze.memory_names import NamedBlocks
+from traceloom.analyze.names import vocabulary
+from traceloom.trace import vocabulary as cat
+from traceloom.trace.array_types import Bools, Ints
+from traceloom.trace.arrays import column, sorted_unique
+from traceloom.trace.frames import cast_to_schema, schema
+from traceloom.trace.trace import Trace
+
+
+class BlockOwners(Struct, frozen=True):
+    """What the censuses say.
+
+    Attributes:
+        table: `CENSUS`: that of the start, then that of the end.
+        of: Row of the table for each block, shape (blocks,); -1 where no census knows it.
+        unseen: Rows of the table: storages alive at the end that no block explains. Their allocation was not recorded:
+            a thread that is not recorded made them, or another allocator than PyTorch's.
+        gone: Numbers of blocks that the first census found and that nothing freed, but that the last one misses.
+    """
+
+    table: pl.DataFrame
+    of: Ints
+    unseen: Ints
+    gone: Ints
+
+
+def owners(trace: Trace, blocks: Blocks) -> BlockOwners:
+    """Find the owners: a block from before is known by the first census, one alive at the end by the last, by address.
+
+    The last one also shows what became of blocks from before.
+    """
+    first, last = census(trace), last_census(trace)
+    table = pl.concat([first, last]) if last.height else first
+    of, none = blocks.owner.copy(), np.zeros(0, dtype=np.int64)
+    if not last.height:
+        return BlockOwners(table.select(list(MEMORY_CENSUS)), of, none, none)
+    alive = np.flatnonzero(blocks.ended >= trace.allocations.height)
+    kinds = pl.Series([pool.device_type.removesuffix("-shared") for pool in blocks.pools], dtype=pl.String)
+    alive_blocks = pl.DataFrame(
+        {"address": blocks.address[alive], "device_type": kinds.gather(blocks.pool[alive]), "block": alive}
+    )
+    listed = last.with_row_index("row", first.height).filter(pl.col("address") != 0)
+    listed = listed.unique(["address", "device_type"], keep="first", maintain_order=True)
+    matches = alive_blocks.join(listed, on=["address", "device_type"])
+    of[matches["block"].to_numpy()] = matches["row"].cast(pl.Int64).to_numpy()
+    recorded = kinds.unique()
+    unseen = listed.join(alive_blocks, on=["address", "device_type"], how="anti", maintain_order="left")
+    # nothing is known of devices without events
+    unseen = unseen.filter(pl.col("device_type").is_in(recorded.implode()))
+    counted = alive[blocks.owner[alive] >= 0]
+    whole = listed.height == last.height  # small ones may be added up in a row without an address
+    gone = counted[(of[counted] < first.height) & (blocks.address[counted] != 0)] if whole else none
+    return BlockOwners(table.select(list(MEMORY_CENSUS)), of, unseen["row"].cast(pl.Int64).to_numpy(), gone)
+
+
+CATEGORIES = (
+    "parameter", "buffer", "gradient", "optimizer_state", "activation", "input", "temporary", "before_recording",
+    "unknown",
+)  # fmt: skip
+EVIDENCE = ("census", "inferred", "none")
+PARAMETER, BUFFER, GRADIENT, STATE, ACTIVATION, INPUT, TEMPORARY, CATEGORIES_BEFORE, UNKNOWN = range(len(CATEGORIES))
+CENSUS, INFERRED, NONE = range(len(EVIDENCE))
+_PIECE = 1 << 19
+_SMALL: Any = np.int8
+_OWNERS = {
+    "parameter": PARAMETER, "buffer": BUFFER, "gradient": GRADIENT, "optimizer_state": STATE, "activation": ACTIVATION,
+    "other": UNKNOWN,
+}  # fmt: skip
+
+
+class Categories(Struct, frozen=True):
+    """Category and evidence of every block (numbers in `CATEGORIES` and `EVIDENCE`); arrays of shape (blocks,)."""
+
+    category: Ints
+    evidence: Ints
+
+
+def categories(trace: Trace, named: NamedBlocks, whose: BlockOwners) -> Categories:
+    """Tell what each block is for, from the part of the step that made it and the part that freed it.
+
+    What a census knows by its owner is known; else:
+
+    - made inside an optimizer's step: optimizer state where it outlives that step, else temporary;
+    - made by the backward pass: a gradient where it outlives the pass, else temporary;
+    - made by a data loader: input;
+    - made otherwise and freed by the backward pass: an activation that was kept for it;
+    - made and freed with no backward pass between: temporary.
+
+    All of these are inferred. What is alive at the end without a reason, or lived through a backward pass that did not
+    need it, is unknown.
+    """
+    tree, phase, blocks = forest(trace), classify_events(trace).phase, named.blocks
+    # of each host event (the last entry is of none): its phase, when the outermost optimizer step around it ends
+    opener = tree.nearest_or_self(phase >= 0)  # the innermost event at or above each that opens a phase
+    phase_of = np.append(np.append(phase, -1)[opener], -1)
+    optimizer_end_ns = np.append(np.append(tree.end_ns, EXISTED)[tree.outermost_or_self(phase == OPTIMIZER)], EXISTED)
+    in_backward = np.append(named.places.backward, False)
+    # starts of backward nodes, sorted: a block with none of them in its life saw no backward pass
+    passes = np.sort(tree.start_ns[tree.topmost(named.places.backward)])
+    shared = np.array([pool.device_type == SHARED for pool in blocks.pools], dtype=np.bool_)
+    owner = whose.table["owner"].replace_strict(_OWNERS, default=UNKNOWN, return_dtype=pl.Int64).to_numpy()
+    owner = np.append(owner, UNKNOWN)
+    size = named.position.size
+    out = Categories(np.empty(size, dtype=_SMALL), np.empty(size, dtype=_SMALL))
+    for low in range(0, size, _PIECE):
+        piece = slice(low, low + _PIECE)
+        position, start_ns, end_ns = named.position[piece], blocks.start_ns[piece], blocks.end_ns[piece]
+        early = start_ns == EXISTED
+        alive = blocks.ended[piece] >= trace.allocations.height
+        made_in = phase_of[position]
+        freed_in_backward = in_backward[named.freed[piece]] & ~alive
+        optimizer = made_in == OPTIMIZER
+        survives = end_ns > optimizer_end_ns[position]
+        unbroken = np.searchsorted(passes, start_ns) == np.searchsorted(passes, end_ns)
+        owned, listed = owner[whose.of[piece]], whose.of[piece] >= 0
+        kept = owned == ACTIVATION
+        counted = ~kept & ((owned != UNKNOWN) | (listed & (blocks.made[piece] < 0)))
+        backward = named.backward[piece]
+        rules: list[tuple[Bools, Ints | int]] = [
+            (counted, owned),
+            (kept & early, ACTIVATION),
+            (early, CATEGORIES_BEFORE),
+            (shared[blocks.pool[piece]], INPUT),
+            (made_in == LOADING, INPUT),
+            (kept, ACTIVATION),  # inputs are saved for the backward pass, too
+            (optimizer & survives, STATE),
+            (optimizer, TEMPORARY),
+            (backward & freed_in_backward, TEMPORARY),
+            (backward, GRADIENT),
+            (freed_in_backward, ACTIVATION),
+            (~alive & unbroken, TEMPORARY),
+        ]
+        category = np.select([rule for rule, _ in rules], [number for _, number in rules], UNKNOWN)
+        from_census = counted | (kept & (category == ACTIVATION))
+        evidence = np.where(from_census, CENSUS, INFERRED)
+        out.category[piece] = category
+        out.evidence[piece] = np.where((category == UNKNOWN) | (category == CATEGORIES_BEFORE), NONE, evidence)
+    return out
+
+
+SLICE = 250_000
+SHORT = ("name", "bytes")
+LONG = schema(
+    "name bytes time_ns lifetime_ns device category evidence backward step site innermost_op owner stack",
+    {"device": pl.String},
+)
+_FRAME = " < "
+
+
+def names(named: NamedBlocks, whose: BlockOwners, rows: np.ndarray, *, sites: bool = False) -> pl.Series:
+    """Names of some blocks; those from before the recording are called by their owner, where a census knows it."""
+    plain = named.names(rows, sites=sites)
+    early = named.blocks.made[rows] < 0
+    if not early.any():
+        return plain
+    owner = whose.table["name"].gather(pl.Series(whose.of[rows]).replace(-1, None).cast(pl.UInt32))
+    before = pl.Series(early)
+    return pl.select(
+        pl.when(before).then(pl.concat_str(pl.lit("before."), owner.fill_null("unknown"))).otherwise(plain)
+    ).to_series()
+
+
+def slices(
+    trace: Trace,
+    named: NamedBlocks,
+    kinds: Categories,
+    whose: BlockOwners,
+    stacks: Callable[[Ints], pl.Series] | None = None,
+    *,
+    whole: bool,
+) -> Iterator[pl.DataFrame]:
+    """The table of blocks in the order they were made: `name` and `bytes` of those made in the recording.
+
+    With `whole` all columns of `LONG`, and the blocks from before the recording too.
+
+    `time_ns` is null for blocks from before the recording, `lifetime_ns` for those and for blocks alive at its end.
+    `stack` lists Python frames, the innermost first; `stacks` gives those of some blocks where the trace has none.
+    """
+    blocks = named.blocks
+    if whole and stacks is None:
+        stacks = Stacks(trace).reader(named.position)
+    devices = pl.Series(
+        [pool.device_type if pool.device < 0 else f"{pool.device_type}:{pool.device}" for pool in blocks.pools],
+        dtype=pl.String,
+    )
+    first = 0 if whole else int((blocks.made < 0).sum())  # blocks from before stand first
+    for low in range(first, max(blocks.made.size, first + 1), SLICE):
+        rows = np.arange(low, min(low + SLICE, blocks.made.size))
+        frame = pl.DataFrame({"name": names(named, whose, rows), "bytes": blocks.bytes[rows]})
+        if not whole or stacks is None:
+            yield frame
+            continue
+        made = np.maximum(blocks.made[rows], 0)
+        recorded = pl.Series(blocks.made[rows] >= 0)
+        inside = trace.allocations[made] if trace.allocations.height else trace.allocations
+        whole_life = pl.Series((blocks.start_ns[rows] != EXISTED) & (blocks.end_ns[rows] != ALIVE))
+        life = np.where(whole_life, blocks.end_ns[rows], 0) - np.where(whole_life, blocks.start_ns[rows], 0)
+        yield (
+            frame.with_columns(
+                time_ns=pl.Series(blocks.start_ns[rows]).replace(EXISTED, None),
+                lifetime_ns=pl.Series(life).set(~whole_life, None),
+                device=devices.gather(blocks.pool[rows]),
+                category=pl.Series(CATEGORIES).gather(kinds.category[rows]),
+                evidence=pl.Series(EVIDENCE).gather(kinds.evidence[rows]),
+                backward=pl.Series(named.backward[rows]),
+                step=inside["step"].set(~recorded, None),
+                site=names(named, whose, rows, sites=True),
+                innermost_op=trace.events["name"].gather(inside["op"]).set(~recorded, None),
+                owner=whose.table["name"].gather(pl.Series(whose.of[rows]).replace(-1, None).cast(pl.UInt32)),
+                stack=stacks(rows),
+            ).pipe(cast_to_schema, LONG)
+        )
+
+
+class Stacks:
+    """Python stacks as text, made once per stack."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._tree = forest(trace)
+        self._words = vocabulary(trace)
+        self._python = column(trace, "category")[self._tree.row] == cat.CATEGORIES.index(cat.PYTHON)
+        self._above = self._tree.nearest(self._python)
+
+    def reader(self, position: Ints) -> Callable[[Ints], pl.Series]:
+        """Gives the stacks of some blocks by the position of each block."""
+        return lambda rows: self.of(position[rows])
+
+    def of(self, position: np.ndarray) -> pl.Series:
+        """The stack of each position; null where no frames were recorded."""
+        texts, number = self.divided(position)
+        return pl.Series(texts, dtype=pl.String).gather(number)
+
+    def divided(self, position: np.ndarray) -> tuple[list[str | None], Ints]:
+        """The distinct stacks of some positions, null where no frames were recorded, and the number of each position's.
+
+        Goes down level by level: a stack is known by that of its caller and the name of its frame, so that the steps
+        are as many as levels and stacks, not as frames.
+        """
+        frame = np.where(np.append(self._python, False)[position], position, np.append(self._above, -1)[position])
+        if not (frame >= 0).any():
+            return [None] * bool(frame.size), np.zeros(frame.size, dtype=np.int64)
+        stack = np.zeros(self._above.size + 1, dtype=np.int64)  # 0 is none; so is what stands at -1
+        pairs, count, width = [np.zeros(1, dtype=np.int64)], 1, len(self._words.names)
+        for level in self._levels(frame):
+            key = stack[self._above[level]] * width + self._words.code[self._tree.row[level]]
+            new, number = np.unique(key, return_inverse=True)
+            stack[level] = count + number
+            pairs.append(new)
+            count += new.size
+        used, number = np.unique(stack[frame], return_inverse=True)
+        callers, frames = np.divmod(np.concatenate(pairs), width)
+        outer, name = callers.tolist(), self._words.names.gather(frames).to_list()
+        texts: list[str | None] = []
+        for at in used.tolist():
+            path, up = [], at
+            while up:
+                path.append(str(name[up]))
+                up = outer[up]
+            texts.append(_FRAME.join(path) if path else None)
+        return texts, number
+
+    def _levels(self, frame: Ints) -> Iterator[Ints]:
+        """These frames and those above them, by the number of frames above each, from 0."""
+        needed = np.zeros(self._above.size, dtype=np.bool_)
+        new = sorted_unique(frame[frame >= 0])
+        while new.size:
+            needed[new] = True
+            above = self._above[new]
+            above = above[above >= 0]
+            new = sorted_unique(above[~needed[above]])
+        frames = np.flatnonzero(self._python)
+        change = np.bincount(frames + 1, minlength=needed.size + 1)
+        change -= np.bincount(self._tree.stop[frames], minlength=needed.size + 1)
+        rows = np.flatnonzero(needed)
+        depth = np.cumsum(change)[rows]
+        rows = rows[np.argsort(depth, kind="stable")]
+        yield from np.split(rows, np.cumsum(np.bincount(depth))[:-1])
+
+
+BY = ("scope", "module", "category", "op", "stack", "dtype")
+BEFORE = "(before the recording)"
+NO_MODULE = "(outside modules)"
+NO_SCOPE = "(no scope)"
+UNKNOWN_TYPE = "(unknown)"
+NO_STACK = "(no stack recorded)"
+_NO_TENSOR = frozenset(
+    ("", "Scalar", "ScalarList", "GenericList", "TensorList", "Int", "Double", "Bool", "Device", "None")
+)
+
+Partition = tuple[list[str], Ints]
+"""Names, and for each block the number of its name."""
+
+
+def partition(
+    by: str, trace: Trace, named: NamedBlocks, kinds: Categories, whose: BlockOwners, *, depth: int | None = None
+) -> Partition:
+    """Divide the blocks.
+
+    Args:
+        by: One of `BY`.
+        trace: The trace.
+        named: Its blocks with names.
+        kinds: Their categories.
+        whose: Their owners: a parameter, its gradient and its states belong to the module that the name tells.
+        depth: For scopes and modules: so many parts of the path, from the root; None for all.
+    """
+    match by:
+        case "scope":
+            names, number = _numbered(
+                [
+                    (path if depth is None else ".".join(path.split(".")[:depth])) or NO_SCOPE
+                    for path in named.places.paths
+                ]
+            )
+            return _early(named, names, number[named.path])
+        case "module":
+            # The module whose call made it; parameters and what belongs to them: the module that holds them
+            of_path = named.places.modules[: len(named.places.paths)]
+            held = []  # the path of the module in the name of a parameter, buffer, gradient or state
+            for owner, name in zip(whose.table["owner"], whose.table["name"], strict=True):
+                of = name.rpartition(" of ")[2]
+                of = of.removesuffix(".grad") if owner == "gradient" else of
+                held.append("" if owner in ("activation", "other") or "(" in name else of.rpartition(".")[0])
+            texts = [
+                (path if depth is None else ".".join(path.split(".")[:depth])) or NO_MODULE
+                for path in (*of_path, *held)
+            ]
+            names, number = _numbered(texts or [NO_MODULE])
+            by_path = number[named.path] if named.places.paths else np.zeros(0, dtype=np.int64)
+            by_owner = np.append(number[len(of_path) :], 0)[whose.of]
+            has_module = np.append(np.array([bool(path) for path in held], dtype=np.bool_), False)[whose.of]
+            out = np.where(has_module, by_owner, by_path)
+            nobody = (named.blocks.made < 0) & ~has_module
+            return [*names, BEFORE], np.where(nobody, len(names), out)
+        case "category":
+            return list(CATEGORIES), kinds.category
+        case "op":
+            return _early(named, named.places.labels, named.label)
+        case "stack":
+            return _stacks(named, *Stacks(trace).divided(named.position))
+        case "dtype":
+            # A guess: the element type of the first tensor that the op around it, or its nearest caller, works on
+            tree = forest(trace)
+            types = trace.events.select("event").join(
+                trace.tensors.select("event", "types"), on="event", how="left", maintain_order="left"
+            )["types"]
+            distinct = types.drop_nulls().unique(maintain_order=True)
+            first_types = []  # of each list the first type that is a tensor's
+            for text in distinct:
+                try:
+                    listed = json.loads(text)
+                except ValueError:
+                    listed = []
+                first_types.append(
+                    next((name for name in listed if isinstance(name, str) and name not in _NO_TENSOR), None)
+                )
+            first = pl.Series(first_types, dtype=pl.String)
+            event_types = types.replace_strict(distinct, first, default=None, return_dtype=pl.String)
+            has = event_types.is_not_null().to_numpy()[tree.row]
+            near = tree.nearest_or_self(has)
+            at = np.append(near, -1)[named.position]
+            names = [UNKNOWN_TYPE, *event_types.drop_nulls().unique(maintain_order=True).to_list()]
+            number = event_types.fill_null(UNKNOWN_TYPE).replace_strict(names, list(range(len(names)))).to_numpy()
+            rows = np.append(tree.row, 0)[at]
+            out = np.where(at >= 0, number[rows], 0) if number.size else np.zeros(at.size, dtype=np.int64)
+            return _early(named, names, out)
+    raise KeyError(by)
+
+
+def _early(named: NamedBlocks, names: list[str], number: Ints) -> Partition:
+    """Blocks from before the recording as a part of their own."""
+    return [*names, BEFORE], np.where(named.blocks.made < 0, len(names), number)
+
+
+def _numbered(texts: list[str]) -> tuple[list[str], Ints]:
+    """The distinct texts, and the number of each."""
+    numbers: dict[str, int] = {}
+    number = np.array([numbers.setdefault(text, len(numbers)) for text in texts], dtype=np.int64)
+    return list(numbers), number
+
+
+def stack_partition(named: NamedBlocks, texts: pl.Series) -> Partition:
+    """Divide the blocks by their Python stacks, given as texts."""
+    names = texts.unique(maintain_order=True)
+    code = pl.int_range(names.len(), eager=True, dtype=pl.Int64)
+    number = texts.replace_strict(names, code) if names.len() else code
+    return _stacks(named, names.to_list(), number.to_numpy())
+
+
+def _stacks(named: NamedBlocks, texts: Sequence[str | None], number: Ints) -> Partition:
+    """Stacks in the order in which they first allocate; also of blocks from before the recording, where known."""
+    _, first = np.unique(number, return_index=True)
+    turn = np.argsort(first, kind="stable")
+    position = np.empty_like(turn)
+    position[turn] = np.arange(turn.size)
+    names = [texts[k] or NO_STACK for k in turn.tolist()]
+    unknown = np.array([not texts[k] for k in turn.tolist()], dtype=np.bool_)
+    number = position[number]
+    before = (named.blocks.made < 0) & np.append(unknown, True)[number]
+    return [*names, BEFORE], np.where(before, len(names), number)
+
+
+HOLDERS_BEFORE = "(before the recording)"
+OWNED = {
+    "parameter": "parameters", "buffer": "buffers", "gradient": "gradients", "optimizer_state": "optimizer state",
+    "activation": "activations", "other": "other tensors",
+}  # fmt: skip
+TREE = schema("node parent depth name path bytes self_bytes block_count fraction")
+
+
+def scope_tree(named: NamedBlocks, chosen: Bools, unseen_bytes: int, whose: BlockOwners) -> pl.DataFrame:
+    """The chosen blocks by scope, then op, as a tree; parents stand before children, the largest child first.
+
+    Args:
+        named: Blocks with names.
+        chosen: Which of them.
+        whose: BlockOwners: blocks from before that a census knows stand under their owner's name.
+        unseen_bytes: What the allocator's total holds beyond all blocks: memory from before the recording.
+
+    Returns:
+        `TREE`. The root has depth 0 and everything; `self_bytes` is what no child holds; they add up to the root.
+    """
+    rows = np.flatnonzero(chosen)
+    recorded = rows[named.blocks.made[rows] >= 0]
+    pairs = pl.DataFrame(
+        {"path": named.path[recorded], "label": named.label[recorded], "bytes": named.blocks.bytes[recorded]}
+    )
+    sums = pairs.group_by("path", "label").agg(pl.col("bytes").sum(), pl.len().cast(pl.Int64).alias("block_count"))
+    scopes = [path.split(".") if path else [] for path in named.places.paths]
+    labels = named.places.labels
+    leaves = [((*scopes[path], labels[label]), size, count) for path, label, size, count in sums.rows()]
+    early = rows[named.blocks.made[rows] < 0]
+    counted, nobodys = early[whose.of[early] >= 0], early[whose.of[early] < 0]
+    owner_rows = whose.table[whose.of[counted]]
+    for kind, name, size in zip(
+        owner_rows["owner"], owner_rows["name"], named.blocks.bytes[counted].tolist(), strict=True
+    ):
+        leaves.append(((HOLDERS_BEFORE, OWNED.get(kind, kind), name), size, 1))
+    unknown = int(named.blocks.bytes[nobodys].sum()) + unseen_bytes
+    if unknown:
+        leaves.append(((HOLDERS_BEFORE, "unknown"), unknown, nobodys.size))
+    return tree_of(leaves)
+
+
+def tree_of(leaves: list[tuple[tuple[str, ...], int, int]]) -> pl.DataFrame:
+    """A tree from (names from the root, bytes, blocks); rows as `TREE`."""
+    total: dict[tuple[str, ...], list[int]] = {(): [0, 0, 0]}
+    for names, size, count in leaves:
+        for depth in range(len(names) + 1):
+            entry = total.setdefault(names[:depth], [0, 0, 0])
+            entry[0] += size
+            entry[2] += count
+        total[names][1] += size
+    children: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+    for names in total:
+        if names:
+            children.setdefault(names[:-1], []).append(names)
+    out: list[dict[str, object]] = []
+    stack: list[tuple[tuple[str, ...], int | None]] = [((), None)]
+    whole = max(total[()][0], 1)
+    while stack:
+        names, parent = stack.pop()
+        size, own, count = total[names]
+        out.append(
+            {
+                "node": len(out), "parent": parent, "depth": len(names), "name": names[-1] if names else "total",
+                "path": ".".join(names), "bytes": size, "self_bytes": own, "block_count": count,
+                "fraction": size / whole,
+            }
+        )  # fmt: skip
+        node = len(out) - 1
+        inside = sorted(children.get(names, []), key=lambda child: (-total[child][0], child), reverse=True)
+        stack.extend((child, node) for child in inside)
+    return pl.DataFrame(out, schema=TREE)
+
+
+def sum_blocks_by(named: NamedBlocks, chosen: Bools, key: Ints, names: pl.Series) -> pl.DataFrame:
+    """Bytes and blocks of the chosen blocks by any number per block; name, bytes, block_count, fraction."""
+    rows = np.flatnonzero(chosen)
+    sums = (
+        pl.DataFrame({"key": key[rows], "bytes": named.blocks.bytes[rows]})
+        .group_by("key")
+        .agg(pl.col("bytes").sum(), pl.len().cast(pl.Int64).alias("block_count"))
+    )
+    whole = max(int(sums["bytes"].sum()), 1)
+    return sums.select(
+        names.gather(sums["key"].cast(pl.UInt32)).alias("name"),
+        "bytes",
+        "block_count",
+        fraction=pl.col("bytes") / whole,
+    ).sort("bytes", "name", descending=[True, False])

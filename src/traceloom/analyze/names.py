@@ -1,0 +1,132 @@
+"""Patterns matched once per distinct name; rule tables of users."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from traceloom.errors import InputError, UsageError
+from traceloom.system.files import read_small
+from traceloom.trace.arrays import encode_names, encode_names_by_piece, gather_rows, is_large
+from traceloom.trace.batch import of_each, per_trace, stacked, unstacked
+from traceloom.trace.frames import contains, contains_any
+from traceloom.trace.trace import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The names of a trace.
+
+    Attributes:
+        names: The distinct names.
+        code: For each row of `trace.events` the index of its name; shape (events,).
+        ordered: The distinct names of all traces that are looked at together, in the order of the alphabet: a pattern
+            is matched for all of them at once.
+        place: For each name its index there; shape (names,).
+    """
+
+    names: pl.Series
+    code: NDArray[np.uint32]
+    ordered: pl.Series
+    place: NDArray[np.int64]
+    _matched: dict[str, NDArray[np.bool_]] = field(default_factory=dict, repr=False, compare=False)
+
+    def matching(self, pattern: str) -> NDArray[np.bool_]:
+        """Which names hold the regular expression; shape (names,). Remembered, so nobody may change it."""
+        return self.matching_each([pattern])[0]
+
+    def matching_each(self, patterns: Sequence[str]) -> list[NDArray[np.bool_]]:
+        """The same for each of several expressions; in one go, which takes less than one by one."""
+        new = [pattern for pattern in patterns if pattern not in self._matched]
+        for pattern, matches in zip(new, contains_any(self.ordered, new) if new else (), strict=True):
+            self._matched[pattern] = matches.to_numpy()[self.place]
+            self._matched[pattern].flags.writeable = False
+        return [self._matched[pattern] for pattern in patterns]
+
+    def events(self, pattern: str) -> NDArray[np.bool_]:
+        """Which events have a name that holds the regular expression; shape (events,)."""
+        matches: NDArray[np.bool_] = gather_rows(self.matching(pattern), self.code)
+        return matches
+
+
+@per_trace
+def vocabulary(trace: Trace) -> Vocabulary:
+    """The distinct names of the events."""
+    names, code = _distinct(trace)
+    return Vocabulary(names, code, *_ordered(trace))
+
+
+@per_trace
+def _distinct(trace: Trace) -> tuple[pl.Series, NDArray[np.uint32]]:
+    """The distinct names, and for each event the index of its own."""
+    names = trace.events["name"]
+    return encode_names_by_piece(names) if is_large(trace) else encode_names(names)
+
+
+@of_each
+def _ordered(traces: Sequence[Trace]) -> Iterable[tuple[pl.Series, NDArray[np.int64]]]:
+    """The names of all the traces, and for each of one's own its place among them."""
+    rows = stacked(_distinct(trace)[0].to_frame() for trace in traces)
+    ordered = rows["name"].unique().sort()
+    index = ordered.to_frame().with_row_index("place")
+    places = rows.join(index, on="name", how="left", nulls_equal=True, maintain_order="left").drop("name")
+    return [(ordered, place["place"].cast(pl.Int64).to_numpy()) for place in unstacked(places, traces)]
+
+
+_MOST_BYTES = 1 << 26
+_OWN: set[str] = set()  # patterns of our own tables, which need no check in every run
+
+
+def read_built_in(name: str) -> list[Any]:
+    """The rows of a table that comes with Traceloom."""
+    rows = listed(json.loads(files("traceloom.analyze").joinpath(name).read_text(encoding="utf-8")), name)
+    _OWN.update(row[key] for row in rows for key in ("pattern", "op", "under") if key in row)
+    return rows
+
+
+def read(path: str | Path) -> list[Any]:
+    """The rows of a table of the user's.
+
+    Raises:
+        InputError: slug `kernel-rules-unreadable`: the file is no JSON list.
+    """
+    try:
+        rows = json.loads(read_small(path, _MOST_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(
+            f"kernel rules cannot be read: {error}", slug="kernel-rules-unreadable", where=str(path)
+        ) from error
+    return listed(rows, str(path))
+
+
+def listed(rows: Any, where: str) -> list[Any]:
+    """The rows, where they are a list."""
+    if not isinstance(rows, list):
+        raise InputError("expected a JSON list of kernel rules", slug="kernel-rules-unreadable", where=where)
+    return rows
+
+
+def check_pattern(rule: str, pattern: str) -> None:
+    """Refuse a pattern that is no regular expression.
+
+    Raises:
+        UsageError: slug `bad-kernel-rule`.
+    """
+    if pattern in _OWN:
+        return
+    try:
+        contains(pl.Series([""]), f"(?i){pattern}")
+    except pl.exceptions.ComputeError as error:
+        raise UsageError(
+            f"kernel rule {rule!r} has a pattern that is no regular expression: {pattern!r}",
+            slug="bad-kernel-rule",
+            hint="look-around and back references are not supported",
+        ) from error

@@ -1,0 +1,288 @@
+"""Calls against the peaks of their device."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import numpy as np
+import polars as pl
+from msgspec import Struct
+
+from traceloom.analyze.ancestry import forest
+from traceloom.analyze.kernel_rules import stepped_work
+from traceloom.analyze.modelled_calls import PLAIN_FLOAT, TENSOR_FLOAT, ModelledCalls, add_graph_replays, modelled_calls
+from traceloom.analyze.names import vocabulary
+from traceloom.errors import UsageError
+from traceloom.trace import vocabulary as cat
+from traceloom.trace.array_types import Ints
+from traceloom.trace.batch import TRACE, made_from, of_each, stacked, unstacked
+from traceloom.trace.trace import Trace
+
+_MATRIX = {"fp64": ("fp64_matrix", "fp64"), "fp32": ("fp32_matrix", "fp32")}
+TYPES = ("fp64", "fp64_matrix", "fp32", "fp32_matrix", "tf32", "bf16", "fp16", "fp8", "int8", "fp4")
+"""What `flops` of a peak may hold."""
+
+
+class Peak(Struct, frozen=True):
+    """Dense peaks of one device.
+
+    Attributes:
+        name: What to call it.
+        flops: FLOP/s (integer operations for int8) by element type; `fp32_matrix` and `fp64_matrix` where matrix units
+            differ from vector units.
+        memory: Bytes/s of the device memory; None where unknown.
+    """
+
+    name: str
+    flops: Mapping[str, float]
+    memory: float | None
+
+    def rate(self, dtype: str, *, matrix: bool) -> float | None:
+        """FLOP/s of this element type, or None.
+
+        Vector units compute 16-bit floats, integers and comparisons at the rate of fp32 at best.
+        """
+        if matrix:
+            return next((self.flops[key] for key in _MATRIX.get(dtype, (dtype,)) if key in self.flops), None)
+        return self.flops.get("fp64" if dtype in ("fp64", "complex128") else "fp32")
+
+
+@cache
+def _table() -> dict[str, tuple[Peak, int | None]]:
+    """Peaks and number of multiprocessors by each name of a device, all as `_plain` gives it."""
+    text = resources.files("traceloom.analyze").joinpath("peaks.json").read_text(encoding="utf-8")
+    return {
+        _plain(name): (Peak(entry["name"], entry["flops"], entry["memory"]), entry["multiprocessors"])
+        for entry in json.loads(text)["devices"]
+        for name in (entry["name"], *entry["aliases"])
+    }
+
+
+def _plain(name: str) -> str:
+    """Capitals and blanks do not tell devices apart; everything else does."""
+    return re.sub(r"\s+", " ", name).strip().lower()
+
+
+def known_devices() -> tuple[str, ...]:
+    """The devices whose peaks come with Traceloom."""
+    return tuple(dict.fromkeys(peak.name for peak, _ in _table().values()))
+
+
+def find(name: str | None, multiprocessors: int | None = None) -> Peak | str:
+    """The peaks of a device by its name as it stands in a trace, or the reason why there are none.
+
+    Only whole names match: a part of a name can be another device. Where the number of multiprocessors is told and is
+    another one, the device is a part of the known one (MIG, partitions) or something else.
+    """
+    if not name:
+        return "the trace does not name the device"
+    entry = _table().get(_plain(name))
+    if entry is None:
+        return f"the peaks of {name!r} are not known"
+    peak, expected = entry
+    if multiprocessors and expected and multiprocessors != expected:
+        return f"{name} has {expected} multiprocessors, this one {multiprocessors}: it is a part of one, or another"
+    return peak
+
+
+def peak_of(spec: Peak | str | Mapping[str, float]) -> Peak:
+    """The peaks that a user gives: themselves, a device's name, or numbers.
+
+    Args:
+        spec: `H100 SXM`, or `bf16=989e12,memory=3.35e12`, or the same as a mapping.
+
+    Raises:
+        UsageError: slugs `no-such-device`, `bad-peak`.
+    """
+    if isinstance(spec, Peak):
+        return spec
+    if isinstance(spec, str) and "=" not in spec:
+        peak = find(spec)
+        if isinstance(peak, str):
+            hint = f"use one of {', '.join(known_devices())}, or give numbers such as bf16=989e12,memory=3.35e12"
+            raise UsageError(f"there are no peaks for a device called {spec!r}", slug="no-such-device", hint=hint)
+        return peak
+    numbers: dict[str, Any] = {}
+    for part in spec.split(",") if isinstance(spec, str) else ():
+        key, _, value = part.partition("=")
+        try:
+            numbers[key.strip()] = float(value)
+        except ValueError:
+            raise _bad(f"`{part.strip()}` is no pair of a name and a number") from None
+    if not isinstance(spec, str):
+        numbers = {str(key): spec[key] for key in spec}
+    for key, value in numbers.items():
+        if key not in (*TYPES, "memory"):
+            raise _bad(f"`{key}` is none of {', '.join((*TYPES, 'memory'))}")
+        if not isinstance(value, (int, float)) or not 0 < value < 1e300:
+            raise _bad(f"`{key}` is not a number above 0")
+    rates = {key: float(value) for key, value in numbers.items() if key != "memory"}
+    return Peak("given", rates, float(numbers["memory"]) if "memory" in numbers else None)
+
+
+def _bad(message: str) -> UsageError:
+    return UsageError(message, slug="bad-peak", hint="give FLOP/s and bytes/s: bf16=989e12,memory=3.35e12")
+
+
+def peaks(trace: Trace, chosen: Peak | None = None) -> dict[int, Peak | str]:
+    """The peaks of every device with GPU work, or the reason why they are unknown.
+
+    A device that the file does not describe takes the name that all devices it describes share: a process that sees one
+    device of many may number it differently.
+    """
+    rows = trace.devices[["device", "name", "multiprocessors", "used"]].rows()
+    used = [(int(device), name, processors) for device, name, processors, is_used in rows if is_used]
+    if chosen is not None:
+        return {device: chosen for device, _, _ in used}
+    described = {(name, processors) for _, name, processors, _ in rows if name is not None}
+    shared: tuple[Any, Any] = described.pop() if len(described) == 1 else (None, None)
+    return {
+        device: find(name, processors) if name or processors else find(*shared) for device, name, processors in used
+    }
+
+
+BoundType = pl.Enum(["compute", "memory"])
+
+
+class PlacedCalls(Struct, frozen=True):
+    """The modelled calls of a trace on the roofline of their device.
+
+    Attributes:
+        calls: One row per modelled call: position (in the forest), group, device, step (of its first launch), gpu_ns
+            (sum of its GPU work), time_ns (the same; host time in a trace without
+            a device, null where the device's work is not recorded), arithmetic (its element
+            type, tf32 told from fp32), evidence (recorded type, kernel name, assumed), flops, recomputed, bytes,
+            matrix, rate (FLOP/s at peak), memory_rate (bytes/s), compute_ns, memory_ns, roofline_ns (floats, null
+            where unknown), bound.
+        work: One row per piece of GPU work that belongs to one: event, name, device, step, ns, position.
+        devices: The peaks of each device, or why they are unknown.
+        known: Whether there are peaks for any of the work.
+        modelled: The calls that were placed.
+    """
+
+    calls: pl.DataFrame
+    work: pl.DataFrame
+    devices: dict[int, Peak | str]
+    known: bool
+    modelled: ModelledCalls
+
+
+def place_on_roofline(trace: Trace, peak: Peak | None = None, capture: Trace | None = None) -> PlacedCalls:
+    """Place every modelled call on the roofline; without a given peak or capture remembered for the last trace.
+
+    With the recording of the `capture` of its graphs also the calls that their replays make.
+    """
+    if capture is not None:
+        return _placed([trace], [add_graph_replays(trace, capture)], peak)[0]
+    modelled = modelled_calls(trace)
+    return _placed_by_names(trace, modelled) if peak is None else _placed([trace], [modelled], peak)[0]
+
+
+@made_from
+def _placed_by_names(trace: Trace, _modelled: ModelledCalls) -> PlacedCalls:
+    """With the peaks that the devices' names tell; registering a model changes the calls, and so the result."""
+    return _of_each(trace)
+
+
+@of_each
+def _of_each(traces: Sequence[Trace]) -> list[PlacedCalls]:
+    return _placed(traces, [modelled_calls(trace) for trace in traces], None)
+
+
+def _placed(traces: Sequence[Trace], modelled: Sequence[ModelledCalls], peak: Peak | None) -> list[PlacedCalls]:
+    owner = pl.Series("position", np.concatenate([each.work_owner for each in modelled]))
+    columns = [TRACE, "event", "name", "device", "step", "ns"]
+    work = stepped_work(traces)[columns].hstack([owner]).filter(pl.col("position") >= 0)
+    named = [
+        _arithmetic(trace, own["event"].to_numpy()) for trace, own in zip(traces, unstacked(work, traces), strict=True)
+    ]
+    by_call = (
+        work.hstack(pl.concat(named))
+        .group_by(TRACE, "position", maintain_order=True)
+        .agg(
+            pl.col("device", "step").first(),
+            pl.col("tensor_float", "plain_float").any(),
+            gpu_ns=pl.col("ns").sum(),
+            time_ns=pl.col("ns").sum(),
+            kernels=pl.len(),
+        )
+    )
+    calls = stacked(
+        own if of_trace.link.size else _on_host(trace, of_trace)[own.columns]
+        for trace, of_trace, own in zip(traces, modelled, unstacked(by_call, traces), strict=True)
+    )
+    positions = [own["position"].to_numpy() for own in unstacked(calls, traces)]
+    group = np.concatenate([each.group[position] for each, position in zip(modelled, positions, strict=True)])
+    first = np.cumsum([0, *(each.groups.height for each in modelled)])  # of the groups of each trace among all
+    every = pl.concat([each.groups for each in modelled]).drop("group", "name", "shapes", "types", "reason")
+    of_group = every[group + np.repeat(first[:-1], [position.size for position in positions])]
+    device_peaks = [peaks(trace, peak) for trace in traces]
+    # What the kernels' names reveal about fp32 matrix work: tf32 where any kernel's name shows it.
+    single = (pl.col("dtype") == "fp32") & pl.col("matrix")
+    calls = calls.hstack([pl.Series("group", group, dtype=pl.UInt32), *of_group]).with_columns(
+        arithmetic=pl.when(single & pl.col("tensor_float")).then(pl.lit("tf32")).otherwise("dtype"),
+        evidence=pl.when(~single)
+        .then(pl.lit("recorded type"))
+        .when(pl.col("tensor_float") | pl.col("plain_float"))
+        .then(pl.lit("kernel name"))
+        .otherwise(pl.lit("assumed")),
+    )
+    keys = [TRACE, "device", "arithmetic", "matrix"]
+    kinds = calls[keys].unique()
+    rates: list[tuple[float | None, float | None]] = []
+    for number, device, arithmetic, matrix in kinds.rows():
+        highest = peak if device is None else device_peaks[number].get(device)
+        rates.append(
+            (highest.rate(arithmetic, matrix=matrix), highest.memory) if isinstance(highest, Peak) else (None, None)
+        )
+    table = kinds.hstack(pl.DataFrame(rates, schema={"rate": pl.Float64, "memory_rate": pl.Float64}, orient="row"))
+    calls = calls.join(table, on=keys, how="left", nulls_equal=True, maintain_order="left")
+    compute = pl.when(pl.col("flops") == 0).then(0.0).otherwise(pl.col("flops") / pl.col("rate") * 1e9)
+    calls = calls.with_columns(compute_ns=compute, memory_ns=pl.col("bytes") / pl.col("memory_rate") * 1e9)
+    # A vector unit of unknown rate does not hide the bound that memory sets; a matrix unit of unknown rate does.
+    has_bound = pl.col("memory_ns").is_not_null() & (pl.col("compute_ns").is_not_null() | ~pl.col("matrix"))
+    on_roofline = calls.with_columns(
+        roofline_ns=pl.when(has_bound).then(pl.max_horizontal("compute_ns", "memory_ns")),
+        bound=pl.when(has_bound)
+        .then(pl.when(pl.col("compute_ns") > pl.col("memory_ns")).then(pl.lit("compute")).otherwise(pl.lit("memory")))
+        .cast(BoundType),
+    )
+    return [
+        PlacedCalls(
+            own,
+            own_work,
+            of_devices,
+            peak is not None or any(isinstance(entry, Peak) for entry in of_devices.values()),
+            of_trace,
+        )
+        for own, own_work, of_devices, of_trace in zip(
+            unstacked(on_roofline, traces), unstacked(work, traces), device_peaks, modelled, strict=True
+        )
+    ]
+
+
+def _arithmetic(trace: Trace, work: Ints) -> pl.DataFrame:
+    """Whether the name of each piece of GPU work tells its arithmetic: tensor_float (tf32), plain_float (fp32)."""
+    patterns = {"tensor_float": TENSOR_FLOAT, "plain_float": PLAIN_FLOAT}
+    if not work.size:
+        return pl.DataFrame(schema=dict.fromkeys(patterns, pl.Boolean))
+    words = vocabulary(trace)
+    return pl.DataFrame({name: words.matching(pattern)[words.code[work]] for name, pattern in patterns.items()})
+
+
+def _on_host(trace: Trace, modelled: ModelledCalls) -> pl.DataFrame:
+    """The modelled calls of a trace without GPU work, with the time that the host spends in them."""
+    own = np.flatnonzero(modelled.owner == np.arange(modelled.owner.size)).astype(np.int64)
+    tree = forest(trace)
+    # host times are not those of work that went to a device on which nothing is recorded
+    sent = trace.events["category"].is_in([*cat.LAUNCHES, cat.COMMAND, cat.GPU_EVENT]).any()
+    return pl.DataFrame({"position": own, "step": trace.events["step"][tree.row[own]]}).with_columns(
+        time_ns=pl.lit(None, pl.Int64) if sent else pl.Series(tree.span_ns()[own], dtype=pl.Int64),
+        device=pl.lit(None, pl.Int32), gpu_ns=pl.lit(None, pl.Int64), kernels=pl.lit(0, pl.UInt32),
+        tensor_float=pl.lit(value=False), plain_float=pl.lit(value=False),
+    )  # fmt: skip

@@ -1,1 +1,0 @@
-"""The MLCommons Chakra execution trace format: schema, codec, validation, targets."""

@@ -1,0 +1,1 @@
+"""What changes would save: changes, scenarios, bounds."""

@@ -1,0 +1,168 @@
+"""What no answer can go beyond; lower bounds; without recording overhead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import polars as pl
+
+from traceloom.analyze.intervals import merge, union
+from traceloom.changes.changes import Change
+from traceloom.changes.scenario import Scenario, covered_ns, exposed
+from traceloom.graph import ABSENT, Plan
+from traceloom.graph import graph as gs
+from traceloom.graph.graph import Graph, array, plain, point_times, points
+from traceloom.trace.array_types import Bools
+
+
+def least_ns(graph: Graph, scenario: Scenario, whole_ns: int) -> int:
+    """The shortest time that a scenario can take.
+
+    Args:
+        graph: As it was measured.
+        scenario: With the changes.
+        whole_ns: How long the graph takes without them.
+
+    Returns:
+        The work that is left on the busiest stream or thread, or the whole time less the time in which something that
+        changed went on, whichever is longer; ns.
+    """
+    return max(busiest_lane_ns(scenario), whole_ns - most_saved_ns(graph, scenario))
+
+
+def busiest_lane_ns(scenario: Scenario) -> int:
+    """The work that a scenario leaves on the lane that has most of it, ns.
+
+    Of work that the next one on its lane overlaps the part before that counts. What runs beside its stream is on none;
+    waiting is no work.
+    """
+    nodes = scenario.graph.nodes
+    order = (
+        nodes.select("lane", "start_ns", "node")
+        .filter(nodes["lane"].is_not_null() & pl.Series(~scenario.beside))
+        .sort("lane", "start_ns", "node")
+    )
+    if not order.height:
+        return 0
+    at, lane = order["node"].to_numpy().astype(np.int64), order["lane"].to_numpy().astype(np.int64)
+    start, duration = order["start_ns"].to_numpy(), plain(array(scenario.graph, nodes["duration_ns"])[at])
+    until = np.minimum(np.append(start[1:], start[-1] + duration[-1]), start + duration)
+    until[np.flatnonzero(np.diff(lane))] = (start + duration)[np.flatnonzero(np.diff(lane))]
+    alone = np.divide(np.maximum(until - start, 0), duration, out=np.ones(at.size), where=duration > 0)
+    left = np.maximum(plain(scenario.work_ns[at]), 0) * alone
+    return int(np.bincount(lane, weights=left).max())
+
+
+def most_saved_ns(graph: Graph, scenario: Scenario) -> int:
+    """The time in which, on any rank, something went on that a scenario makes shorter or lets nobody wait for, ns.
+
+    A chain of waits leads back from the last moment to the first without a gap; a change shortens it by no more than
+    those of its links take that it touches.
+    """
+    base = Scenario.of(graph)
+    times = point_times(graph)
+    start, end = times[0::2], times[1::2]
+    shorter = scenario.work_ns < base.work_ns
+    source, target = points(graph)
+    delay = scenario.delay_ns[: target.size]
+    less = base.delay_ns - delay
+    if scenario.beside.any():  # what waits for the start of work now, waits for what covers it, too
+        moved = graph.edges["from_end"].to_numpy() & ~scenario.graph.edges["from_end"].to_numpy()[: target.size]
+        less[moved] += covered_ns(graph, scenario.beside)[source[moved] // 2]
+    removed = delay <= ABSENT // 2
+    earlier = (less > 0) & ~removed
+    held = target[removed] // 2
+    return merge(
+        union(start[shorter], end[shorter]),
+        union(start[held], end[held]),
+        union(times[target[earlier]] - less[earlier], times[target[earlier]]),
+        *exposed(graph, scenario.beside),
+    ).total
+
+
+def unknown_wakers(graph: Graph) -> Bools:
+    """Edges that end an idle time when it ended, since nothing tells for certain who woke the thread; shape (edges,).
+
+    Those of the origin hold a wait's end; guesses hold it by what another thread did long before.
+    """
+    edges = graph.edges
+    pinned = graph.edges_of("origin") & edges["to_end"].to_numpy()
+    guessed = graph.edges_of("cross-thread") & (edges["delay_ns"].to_numpy() > 0)
+    assumed = (edges["evidence"] == "assumed").to_numpy()
+    unknown: Bools = (pinned | guessed) & assumed
+    return unknown
+
+
+def saves_more(before: Scenario, after: Scenario, saved_ns: int, least_ns: int, *plans: Plan) -> bool:
+    """Whether a change would save more if threads whose waker is unknown waited for nothing.
+
+    Args:
+        before: Without the change.
+        after: With it.
+        saved_ns: What it saves as the graph stands.
+        least_ns: A difference that counts, ns.
+        *plans: Of the graph of each; or one for both, that of the measured graph.
+    """
+    edges = unknown_wakers(before.graph)
+    if not edges.any():
+        return False
+    free = []
+    for scenario, own in ((before, plans[0]), (after, plans[-1])):
+        released = scenario.copy()
+        released.delay_ns[np.flatnonzero(edges)] = ABSENT
+        free.append(int(np.ptp(released.times(own))))
+    return free[0] - free[1] > saved_ns + least_ns
+
+
+_HOST = (gs.HOST, gs.THINK, gs.LAUNCH, gs.BLOCK)
+_MOST = 2 / 3  # of a saving: a loop of `item`, the cheapest there is, takes three times as long when it is recorded
+_FEWER_EVENTS = ("scale", "remove", "workers")  # what is recorded becomes less with the work
+_HOST_WAITS_NO_MORE = ("graph", "idle")  # the step is the host's no longer, so neither is what recording made it wait
+
+
+def unrecorded_saving_ns(
+    graph: Graph, changes: Sequence[Change], saved_ns: int, *, whole_ns: int, ratio: float | None
+) -> int:
+    """A saving of a recorded run, as it is when nobody records.
+
+    Recording lengthens a step by the time it takes to write down each host event, so a saving loses what it cost to
+    write down the events of the work that is taken away. Work in which little is recorded, such as a pause,
+    loses little; work of the device nothing. The ratio is of few steps, and of early ones: where nearly all events are
+    those of the work that goes, as in a loop over the elements of a tensor, all of it would seem to be recording.
+
+    Ranks record side by side: the one that loses most events counts. The delay of a rank is no more recorded than what
+    it does more than the others.
+
+    Args:
+        graph: What the saving was evaluated on.
+        changes: What saves.
+        saved_ns: What they save on the graph, ns; negative where they cost time.
+        whole_ns: The recorded step or window that the saving is of, ns.
+        ratio: Recorded step / unrecorded step, as measured; None where nobody measured it.
+
+    Returns:
+        ns, between a third of `saved_ns` and all of it; `saved_ns` where the ratio is unknown or at most 1.
+    """
+    if ratio is None or ratio <= 1:
+        return saved_ns
+    of_recording = 1 - 1 / ratio
+    host = graph.nodes_of(*_HOST)
+    rank = graph.nodes["rank"].rank("dense").fill_null(0).to_numpy()[host]
+    recorded = np.bincount(rank)
+    left = np.ones(graph.nodes.height)
+    less = 0.0
+    for change in changes:
+        if change.action in _HOST_WAITS_NO_MORE:
+            less = saved_ns * of_recording
+        elif change.action in _FEWER_EVENTS:
+            left[change.selection.nodes(graph)] *= change.factor if change.action == "scale" else 0.0
+        elif change.action == "delay":
+            late = np.bincount(rank, change.selection.nodes(graph)[host], recorded.size) > 0
+            others = recorded[(recorded > 0) & ~late]
+            usual = np.median(others) if others.size else np.inf
+            left[host] *= np.where(late, np.minimum(usual / np.maximum(recorded, 1), 1.0), 1.0)[rank]
+    recording_ns = whole_ns * of_recording * np.bincount(rank, 1 - left[host]) / np.maximum(recorded, 1)
+    if recording_ns.size:
+        less = max(less, float(recording_ns.max())) if saved_ns >= 0 else min(less, float(recording_ns.min()))
+    return saved_ns - round(min(max(less, min(_MOST * saved_ns, 0)), max(_MOST * saved_ns, 0)))

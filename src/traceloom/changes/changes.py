@@ -1,0 +1,250 @@
+"""Changes as they are written, and which nodes they select.
+
+A selection is written as words: `kernels`, `kernels ~ gemm`, `rank 7 host`, `collectives ~ all_reduce`.
+
+A change is written as `[rank N[,M]] TARGET [~ REGEX] ACTION`, for example `kernels ~ gemm * 0.5`, `copies async`,
+`syncs ~ cudaDeviceSynchronize remove`, `rank 7 delay remove`, `network * 2`, `idle remove`. What each assumes is said
+in `ASSUMES`, and in docs/concepts/what-if.md.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+import numpy as np
+import polars as pl
+
+from traceloom.analyze.kernel_rules import KINDS, Matcher, built_in_kind_rules
+from traceloom.errors import UsageError
+from traceloom.graph import graph as gs
+from traceloom.graph.graph import Graph
+from traceloom.trace.array_types import Bools
+from traceloom.trace.frames import contains
+
+TARGETS: dict[str, tuple[tuple[str, ...], str]] = {
+    "kernels": ((gs.KERNEL,), "kernels that compute"),
+    "copies": ((gs.COPY, gs.FILL), "copies and fills on the device"),
+    "gpu": ((gs.KERNEL, gs.COPY, gs.FILL), "all work of the device but communication"),
+    "collectives": ((gs.COLLECTIVE, gs.SEND, gs.RECEIVE), "communication"),
+    "host": ((gs.HOST, gs.THINK, gs.LAUNCH, gs.BLOCK), "what host threads do themselves"),
+    "ops": ((gs.HOST,), "operators and other recorded regions on the host, by their own time"),
+    "think": ((gs.THINK,), "host time outside any recorded event (Python)"),
+    "launches": ((gs.LAUNCH,), "calls that submit work"),
+    "syncs": ((gs.BLOCK,), "calls that wait for the device"),
+    "loading": ((gs.HOST, gs.THINK), "host work inside the data loader"),
+}
+"""Word -> the kinds of nodes it means, and its meaning."""
+DEVICE_TARGETS = ("kernels", "copies", "gpu", "collectives")
+
+LOADING = r"enumerate\(DataLoader\)#|_BaseDataLoaderIter|DataLoader"
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """A choice of nodes.
+
+    Attributes:
+        target: A key of `TARGETS`.
+        pattern: A regular expression that the name holds somewhere, ignoring case; empty for all.
+        ranks: Only these ranks; empty for all.
+    """
+
+    target: str
+    pattern: str = ""
+    ranks: tuple[int, ...] = ()
+
+    def nodes(self, graph: Graph) -> Bools:
+        """Which nodes are meant, shape (nodes,).
+
+        Raises:
+            UsageError: slug `bad-change`: the pattern is none.
+        """
+        kinds, _ = TARGETS[self.target]
+        chosen = graph.nodes_of(*kinds)
+        if self.target == "loading":
+            chosen &= named(graph, LOADING)
+        if self.pattern:
+            chosen &= named(graph, self.pattern)
+        if self.ranks:
+            chosen &= np.isin(graph.rank_numbers, self.ranks)
+        return chosen
+
+    def nearest(self, graph: Graph, most: int = 3) -> list[str]:
+        """Names that the selection could mean where it means nothing: the most alike, else those of the most work."""
+        everything = pl.Series(Selection(self.target, "", self.ranks).nodes(graph))
+        work = graph.nodes.filter(everything).group_by("name").agg(pl.col("work_ns").sum()).drop_nulls()
+        names: list[str] = work.sort("work_ns", "name", descending=[True, False])["name"].to_list()
+        alike = {name.lower(): name for name in reversed(names)}
+        pattern = re.sub(r"[^\w:]+", " ", self.pattern).lower()
+        return [alike[name] for name in get_close_matches(pattern, alike, most, 0.4)] or names[:most]
+
+    def __str__(self) -> str:
+        ranks = f"rank {','.join(map(str, self.ranks))} " if self.ranks else ""
+        return f"{ranks}{self.target}" + (f" ~ {self.pattern}" if self.pattern else "")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chosen:
+    """Nodes chosen by a program, with words that say which.
+
+    Attributes:
+        words: What they are, as it stands in a sentence.
+        mask: Which nodes, shape (nodes,).
+        target: The key of `TARGETS` that describes them best.
+        ranks: Whose they are; empty for all.
+    """
+
+    words: str
+    mask: Bools
+    target: str = "gpu"
+    ranks: tuple[int, ...] = ()
+
+    def nodes(self, graph: Graph) -> Bools:
+        """Which nodes are meant, shape (nodes,)."""
+        assert self.mask.size == graph.nodes.height
+        return self.mask
+
+    def __str__(self) -> str:
+        return self.words
+
+
+def of_events(graph: Graph, rank: int | None, events: pl.Series) -> Bools:
+    """The nodes that stand for some events (rows) of one rank's trace, shape (nodes,)."""
+    rows = (events.drop_nulls() if events.null_count() else events).to_numpy()
+    chosen: Bools = np.zeros(int(rows.max()) + 1 if rows.size else 0, dtype=np.bool_)
+    chosen[rows] = True
+    within = graph.events < chosen.size
+    mask: Bools = within.copy()
+    mask[within] = chosen[graph.events[within]]
+    if rank is not None:
+        mask &= graph.rank_numbers == rank
+    return mask
+
+
+def named(graph: Graph, pattern: str) -> Bools:
+    """Which nodes have a name that holds the pattern, or are communication or kernels of that kind; shape (nodes,)."""
+    try:
+        re.compile(pattern)
+        distinct = graph.names
+        fits = contains(distinct, f"(?i){pattern}")
+    except (re.error, pl.exceptions.ComputeError) as error:
+        raise UsageError(f"`{pattern}` is no regular expression: {error}", slug="bad-change") from error
+    if pattern.lower() in KINDS and pattern.lower() != "other":  # matrix products are seldom called `gemm`
+        matcher = Matcher.of(built_in_kind_rules())
+        nothing = np.zeros(distinct.len(), dtype=np.uint64)
+        first = matcher.first(distinct, np.arange(distinct.len()), nothing, nothing)
+        kind_of = [*(rule.kind for rule in matcher.rules), ""]
+        fits = fits | pl.Series([kind_of[rule] == pattern.lower() for rule in first], dtype=pl.Boolean)
+    chosen: Bools = np.append(fits.to_numpy(), False)[graph.name_numbers]
+    if graph.communication.height:
+        kinds = graph.communication["kind"]
+        chosen[graph.communication["node"].filter(kinds.str.contains(f"(?i){pattern}")).to_numpy()] = True
+    return chosen
+
+
+ASSUMES = {
+    "scale": "the work chosen takes so many times as long; everything else as long as it took",
+    "remove": "the work chosen takes no time; what waited for it waits for nothing longer",
+    "async": "the calls of these copies return at once; what uses the data is ordered on the device as before",
+    "drop": "these calls no longer wait for the device; what they themselves cost stays",
+    "overlap": "this runs beside what comes behind it: nothing before the optimizer needs its result, and it slows no "
+    "kernel down; what other kernels covered already is not saved again",
+    "network": "the transfer of every communication is so many times as fast; waiting for late ranks stays",
+    "delay": "this rank begins no later and works no slower than the middle one of the others, step by step and name "
+    "by name; what most others do not do takes no time",
+    "idle": "work is always launched in time: host and launches cost nothing, what the device does stays in order",
+    "fuse": "kernels that follow each other on a stream become one: their pauses and all launches but the first go, "
+    "their work stays",
+    "graph": "one launch submits all that a rank does in a step: the calls that launch and the operators around them "
+    "cost nothing but the first",
+    "balance": "kernels of each name take as long on every rank as on the mean one, step by step",
+    "workers": "so many processes make batches beside the step; the step waits only for what they cannot keep up with",
+}
+_ACTIONS = ("remove", "async", "overlap", "fuse", "graph", "balance")  # without a number
+_OF_DEVICE = ("async", "overlap", "fuse", "graph")  # of what the device does
+_TEXT = re.compile(
+    r"^\s*(?:ranks?\s+(?P<ranks>\d+(?:\s*,\s*\d+)*)\s+)?(?P<target>[a-z]+)(?:\s*~\s*(?P<pattern>.+?))?"
+    r"\s+(?:(?P<sign>[*x×])\s*(?P<factor>\d+(?:\.\d+)?)|(?P<action>[a-z]+)(?:\s+(?P<number>\d+))?)\s*$"
+)
+EXAMPLES = "`kernels ~ gemm * 0.5`, `copies async`, `rank 7 delay remove`, `network * 2`, `loading workers 4`"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One change.
+
+    Attributes:
+        action: A key of `ASSUMES`.
+        selection: What it is about.
+        factor: Of `scale` (times as long), `network` (times as fast) and `workers` (how many); 1 else.
+    """
+
+    action: str
+    selection: Selection | Chosen
+    factor: float = 1.0
+
+    def __str__(self) -> str:
+        number = plain_number(self.factor)
+        words = {
+            "scale": f"{self.selection} * {number}",
+            "network": f"{self.selection} * {number}",
+            "workers": f"{self.selection} workers {number}",
+            "delay": f"{self.selection} remove",
+            "idle": f"{self.selection} remove",
+            "drop": f"{self.selection} remove",
+        }
+        special = {"network": "network", "delay": "delay", "idle": "idle"}.get(self.action)
+        text = words.get(self.action, f"{self.selection} {self.action}")
+        return text.replace(self.selection.target, special, 1) if special else text
+
+
+def plain_number(factor: float) -> str:
+    """A factor as a change is written with it: all its digits, no exponent."""
+    return np.format_float_positional(factor, trim="-")
+
+
+def parse(text: str) -> Change:
+    """Read a change.
+
+    Raises:
+        UsageError: slug `bad-change`, with what is understood.
+    """
+    match = _TEXT.match(text)
+    if match is None:
+        raise _bad(text, "write it as TARGET [~ REGEX] ACTION")
+    ranks = tuple(int(part) for part in (match["ranks"] or "").split(",") if part.strip())
+    target, pattern, action = match["target"], match["pattern"] or "", match["action"]
+    factor = float(match["factor"]) if match["factor"] else 1.0
+    scaled = match["sign"] is not None
+    if match["number"] and action != "workers":
+        raise _bad(text, f"`{action}` takes no number")
+    if target == "network" and scaled and factor > 0:
+        return Change("network", Selection("collectives", pattern, ranks), factor)
+    if target in {"delay", "idle"} and pattern:
+        raise _bad(text, f"`{target}` takes no `~`: it is of all that the host does")
+    if target == "delay" and action == "remove":
+        if not ranks:
+            raise _bad(text, "say whose delay, as in `rank 7 delay remove`")
+        return Change("delay", Selection("host", pattern, ranks))
+    if target == "idle" and action == "remove":
+        return Change("idle", Selection("host", pattern, ranks))
+    if target not in TARGETS:
+        raise _bad(text, f"`{target}` is none of {', '.join([*TARGETS, 'network', 'delay', 'idle'])}")
+    chosen = Selection(target, pattern, ranks)
+    if scaled:
+        return Change("scale", chosen, factor)
+    if action == "workers" and target == "loading" and int(match["number"] or 0):
+        return Change("workers", chosen, float(match["number"]))
+    if action in {"remove", "drop"} and target == "syncs":
+        return Change("drop", chosen)
+    if action not in _ACTIONS:
+        raise _bad(text, f"`{action}` is none of * FACTOR, {', '.join(_ACTIONS)}, workers N")
+    if action in _OF_DEVICE and target not in DEVICE_TARGETS:
+        raise _bad(text, f"`{action}` is of what the device does: {', '.join(DEVICE_TARGETS)}")
+    return Change(action, chosen)
+
+
+def _bad(text: str, why: str) -> UsageError:
+    return UsageError(f"`{text}` is no change: {why}", slug="bad-change", hint=f"examples: {EXAMPLES}")

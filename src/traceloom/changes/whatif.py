@@ -1,0 +1,244 @@
+"""What would a change save? The graph evaluated with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+
+import numpy as np
+import polars as pl
+
+from traceloom.changes.bounds import least_ns, saves_more, unrecorded_saving_ns
+from traceloom.changes.changes import Change, parse, plain_number
+from traceloom.changes.scenario import Scenario
+from traceloom.graph import ABSENT, Plan, link_session
+from traceloom.graph.calibrate import scale_overlap
+from traceloom.graph.critical_path import critical_path, parts
+from traceloom.graph.graph import Graph, plain, point_times
+from traceloom.graph.law import Law, law
+from traceloom.trace.array_types import Bools, Ints
+from traceloom.trace.frames import Result, cast_to_schema, schema
+from traceloom.trace.session import Session
+
+RANKS = schema("rank before_ns after_ns saved_ns")
+PARTS = schema("what kind before_ns after_ns")
+
+
+@dataclass(frozen=True)
+class WhatIf(Result):
+    """What some changes together do.
+
+    Attributes:
+        changes: As they are written.
+        before_ns: From the first to the last moment of the graph: of a step, where the graph is of one.
+        after_ns: The same with the changes.
+        saved_ns: The difference; negative where it takes longer.
+        saved_fraction: Of `before_ns`.
+        host_ratio: Measured cost of recording: recorded step / unrecorded step. Host work in the trace is so much
+            longer than without a profiler; None where nobody measured it.
+        rescaled_saved_ns: `saved_ns` without what recording cost the work that is saved (see `unrecorded_saving_ns`);
+            `saved_ns` where nobody measured that.
+        ranks: rank, before_ns, after_ns, saved_ns.
+        path: What the critical path consists of, before and after: what, kind, before_ns, after_ns; each adds up to the
+            window.
+        times: New times of all points (2i start, 2i + 1 end of node i), ns since the graph's epoch.
+        error_ns: The graph's honest error: how far it is off without any change.
+        trusted: Whether the saving is larger than that error, and the law holds.
+        lower_bound: Whether it may save more: threads wait for what nothing recorded tells, which is taken as given.
+    """
+
+    changes: tuple[str, ...]
+    before_ns: int
+    after_ns: int
+    saved_ns: int
+    saved_fraction: float
+    host_ratio: float | None
+    rescaled_saved_ns: int
+    ranks: pl.DataFrame
+    path: pl.DataFrame
+    times: Ints
+    error_ns: int
+    trusted: bool
+    lower_bound: bool
+
+
+def whatif(
+    graph: Graph | Session,
+    changes: str | Sequence[str | Change],
+    *,
+    plan: Plan | None = None,
+    kept: Law | None = None,
+    host_ratio: float | None = None,
+) -> WhatIf:
+    """Evaluate the graph with some changes together.
+
+    Args:
+        graph: A calibrated graph, or a session, which is linked first.
+        changes: Applied one after the other, as the command line takes them.
+        plan: Of that graph, where there is one.
+        kept: Its law, where it was looked at.
+        host_ratio: How much longer a recorded step takes than an unrecorded one, where that was measured.
+
+    Raises:
+        UsageError: slug `nothing-chosen`: a change is about nothing in this graph.
+
+    Example:
+        >>> traceloom.whatif(traceloom.load("run"), "kernels ~ gemm * 0.5").saved_ns  # doctest: +SKIP
+    """
+    if isinstance(graph, Session):
+        if host_ratio is None:
+            host_ratio = graph.recording_ratio
+        graph = link_session(graph)
+    texts = [changes] if isinstance(changes, str) else changes
+    parsed = [parse(change) if isinstance(change, str) else change for change in texts]
+    plan = plan or Plan(graph)
+    kept = kept or law(graph, plan)
+    scenario = scenario_of(graph, parsed)
+    times = scenario.times(plan)
+    measured = point_times(graph)
+    begin = int(measured.min()) if measured.size else 0
+    before = _span(measured, begin)
+    least = least_ns(graph, scenario, before)
+    after = max(_span(times, begin), least)
+    saved = before - after
+    spans = graph.nodes.select(
+        "rank", start=pl.Series(measured[0::2]), end=pl.Series(measured[1::2]),
+        new_end=pl.Series(times[1::2]),
+    ).drop_nulls("rank").group_by("rank").agg(
+        before_ns=pl.col("end").max() - pl.col("start").min(),
+        after_ns=pl.col("new_end").max() - pl.col("start").min(),
+    ).sort("rank")  # fmt: skip
+    ranks = spans.with_columns(saved_ns=pl.col("before_ns") - pl.col("after_ns")).pipe(cast_to_schema, RANKS)
+    return WhatIf(
+        changes=tuple(str(change) for change in parsed),
+        before_ns=before,
+        after_ns=after,
+        saved_ns=saved,
+        saved_fraction=saved / max(before, 1),
+        host_ratio=host_ratio,
+        rescaled_saved_ns=unrecorded_saving_ns(graph, parsed, saved, whole_ns=before, ratio=host_ratio),
+        ranks=ranks,
+        path=_path(graph, scenario, times),
+        times=times,
+        error_ns=abs(kept.honest_error_ns),
+        trusted=kept.holds and abs(saved) > abs(kept.honest_error_ns) and _span(times, begin) == after,
+        lower_bound=saves_more(Scenario.of(graph), scenario, saved, round(_COUNTS * before), plan),
+    )
+
+
+def whatif_many(graph: Graph, scenarios: Iterable[Scenario], plan: Plan | None = None) -> Ints:
+    """The whole time (first to last moment) of each scenario, ns, shape (scenarios,)."""
+    measured = point_times(graph)
+    begin = int(measured.min()) if measured.size else 0
+    whole_ns = _span(measured, begin)
+    spans = [
+        max(_span(times, begin), least_ns(graph, scenario, whole_ns))
+        for scenario, times in evaluations(scenarios, plan or Plan(graph))
+    ]
+    return np.array(spans, dtype=np.int64)
+
+
+def evaluations(scenarios: Iterable[Scenario], plan: Plan) -> Iterator[tuple[Scenario, Ints]]:
+    """When everything happens in each scenario, shape (2 x nodes,); a few with the plan's graph are evaluated together.
+
+    Of scenarios made one after the other no more than these few are held at once.
+    """
+    graph = plan.graph
+    room = max(1, min(_TOGETHER, _MOST // max(graph.nodes.height + graph.edges.height, 1)))
+    waiting = iter(scenarios)
+    while batch := list(islice(waiting, room)):
+        if all(scenario.graph is graph for scenario in batch):
+            works, delays = batch[0].work_ns, batch[0].delay_ns  # a single array as it is, wherever it is stored
+            if len(batch) > 1:
+                works = np.stack([plain(scenario.work_ns) for scenario in batch])
+                delays = np.stack([plain(scenario.delay_ns) for scenario in batch])
+            yield from zip(batch, np.atleast_2d(plan.evaluate(works, delays, residuals=False)), strict=True)
+        else:
+            yield from ((scenario, scenario.times(plan)) for scenario in batch)
+        batch.clear()
+
+
+_COUNTS = 0.01  # of the time: a saving that may be larger by this much is a lower bound
+_TOGETHER = 8
+_MOST = 2_000_000  # works and delays evaluated together
+
+
+def scenario_of(graph: Graph, changes: Sequence[Change]) -> Scenario:
+    """The graph with all of the changes applied."""
+    scenario = Scenario.of(graph)
+    for change in changes:
+        scenario = scenario.apply(change)
+    return scenario
+
+
+def _span(times: Ints, begin: int) -> int:
+    """From the beginning of the measurement: by its clock, work may precede its launch, and would precede it then."""
+    return int(times.max()) - begin if times.size else 0
+
+
+def _path(graph: Graph, scenario: Scenario, times: Ints) -> pl.DataFrame:
+    """Kinds of time on the critical path, before and after."""
+    if not times.size:
+        return PARTS.to_frame()
+    begin = int(point_times(graph).min())
+    before = parts(graph, critical_path(graph), begin).select("what", "kind", before_ns="time_ns")
+    changed = changed_graph(graph, scenario, times)
+    after = parts(changed, critical_path(changed), begin).select("what", "kind", after_ns="time_ns")
+    both = before.join(after, on=["what", "kind"], how="full", coalesce=True, nulls_equal=True).fill_null(0)
+    return both.sort("before_ns", "after_ns", descending=True).pipe(cast_to_schema, PARTS)
+
+
+def changed_graph(graph: Graph, scenario: Scenario, times: Ints) -> Graph:
+    """The graph as if it had been measured with the changes: to walk its critical path, to draw it."""
+    start, end = times[0::2], times[1::2]
+    work = np.minimum(scenario.work_ns, end - start)
+    nodes = graph.nodes.with_columns(
+        start_ns=pl.Series(start), duration_ns=pl.Series(end - start),
+        work_ns=pl.Series(np.maximum(work, 0)), residual_ns=pl.lit(0, pl.Int64),
+    )  # fmt: skip
+    kept = scenario.delay_ns > ABSENT // 2
+    delay = scale_overlap(scenario.graph, scenario.work_ns, scenario.delay_ns)
+    edges = scenario.graph.edges.with_columns(delay_ns=pl.Series(delay), residual_ns=pl.lit(0, pl.Int64))
+    return replace(graph, nodes=nodes, edges=edges.filter(pl.Series(kept)))
+
+
+def changed_nodes(graph: Graph, scenario: Scenario) -> Bools:
+    """What a scenario is about, shape (nodes,).
+
+    Nodes whose work is another; parts of communication whose transfer is; calls whose wait for the device is; and
+    what others no longer wait for.
+    """
+    base = Scenario.of(graph)
+    changed: Bools = (scenario.work_ns != base.work_ns) | scenario.beside
+    moved = scenario.delay_ns[: graph.edges.height] != base.delay_ns
+    moved &= graph.edges_of("rendezvous", "synchronize")
+    changed[graph.edges["target"].to_numpy()[moved]] = True
+    return changed
+
+
+@dataclass(frozen=True)
+class Sweep(Result):
+    """One change with several factors.
+
+    Attributes:
+        template: The change with `{}` where the factor stands.
+        table: factor, time_ns, saved_ns, saved_fraction.
+    """
+
+    template: str
+    table: pl.DataFrame
+
+
+def sweep(graph: Graph, template: str, factors: Sequence[float], *, plan: Plan | None = None) -> Sweep:
+    """Evaluate a change with several factors: `sweep(graph, "network * {}", [1, 2, 4, 8])`.
+
+    Raises:
+        UsageError: slugs `bad-change`, `nothing-chosen`.
+    """
+    base = Scenario.of(graph)
+    scenarios = [base, *(base.apply(parse(template.format(plain_number(factor)))) for factor in factors)]
+    before, *times = whatif_many(graph, scenarios, plan).tolist()
+    rows = [(float(f), t, before - t, (before - t) / max(before, 1)) for f, t in zip(factors, times, strict=True)]
+    schema = {"factor": pl.Float64, "time_ns": pl.Int64, "saved_ns": pl.Int64, "saved_fraction": pl.Float64}
+    return Sweep(template, pl.DataFrame(rows, schema=schema, orient="row"))

@@ -1,0 +1,132 @@
+"""What verbs that hold runs against a base have in common: reading the runs, showing the verdict, the exit code."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, BinaryIO
+
+from traceloom.cli import options as types
+from traceloom.cli import outputs
+from traceloom.errors import CheckError, PartialError, UsageError
+from traceloom.system.files import restore_addresses
+
+if TYPE_CHECKING:
+    from traceloom.analyze.gate import Condition
+    from traceloom.report.documents.verdict import VerdictDocument
+    from traceloom.trace.notice import Notice
+    from traceloom.trace.session import Session
+
+Writer = Callable[["VerdictDocument", BinaryIO], object]
+CONDITIONS = """\
+conditions: METRIC > CHANGE or METRIC < CHANGE, of the new side less the base, per step
+  METRIC  step_time gpu_time exposed_communication idle launches memory_peak
+          kernel:REGEX  kind:gemm  op:REGEX (host)  op_gpu:REGEX
+          median(METRIC)  p10(METRIC)  p95(METRIC) instead of the mean
+  CHANGE  3%  2ms  100MB  10
+"""
+
+
+def add_conditions(parser: argparse._ActionsContainer) -> None:
+    """The options of a check."""
+    parser.add_argument(
+        "--fail-if", dest="conditions", action="append", default=[], metavar="CONDITION",
+        help="fail (exit code 5) where the change is surely beyond this, as in 'step_time > 3%%'; may be repeated",
+    )  # fmt: skip
+    parser.add_argument("--strict", action="store_true", help="an inconclusive check fails, too")
+
+
+def add_output(parser: argparse.ArgumentParser, what: str) -> None:
+    """The options of files."""
+    outputs.add_output(parser, ".html, .md, .json")
+    parser.add_argument(
+        "--top", type=types.count, default=10, metavar="N",
+        help="rows of each table on the terminal (10)",
+    )  # fmt: skip
+    more = parser.add_argument_group("more")
+    more.add_argument("--json", action="store_true", help=f"print the {what} as JSON")
+    types.add_reading(more)
+
+
+def read_conditions(texts: Sequence[str]) -> list[Condition]:
+    """The conditions; the default where none is given."""
+    from traceloom.analyze.gate import DEFAULT, parse
+
+    return [parse(text) for text in texts or [DEFAULT]]
+
+
+def runs(
+    paths: Sequence[str], args: argparse.Namespace, refused: list[Notice], *, single: bool = False
+) -> list[Session]:
+    """All runs that the paths hold.
+
+    Raises:
+        UsageError: slug `several-runs`: with `single`, a path holds more than that.
+    """
+    from traceloom.formats import load_inputs
+
+    sessions: list[Session] = []
+    for path in paths:
+        loaded = load_inputs(path, cache=not args.no_cache)
+        refused += loaded.refused
+        sessions += loaded.runs
+        if single and len(loaded.runs) > 1:
+            raise UsageError(
+                f"`{path}` holds {len(loaded.runs)} runs, and a side of a comparison is one",
+                slug="several-runs",
+                hint="name a directory that holds the traces of one run, or one file; with --fail-if a side may have "
+                "many",
+            )
+    return sessions
+
+
+def named(paths: Sequence[str]) -> str:
+    """What a side is called."""
+    return restore_addresses(paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more")
+
+
+def show(args: argparse.Namespace, document: VerdictDocument) -> None:
+    """The verdict on standard output; a line of it where files were asked for."""
+    from traceloom.report import verdict
+
+    if args.json:
+        outputs.as_json(document, sys.stdout.buffer)
+    elif outputs.is_printed(args):
+        verdict.show(document, args.top, sys.stdout)
+    elif not args.quiet:
+        verdict.say(document, sys.stdout)
+
+
+def conclude(document: VerdictDocument) -> None:
+    """End by the verdict.
+
+    Raises:
+        CheckError: `check-failed`; `check-inconclusive` with `--strict`.
+    """
+    if document["passed"]:
+        return
+    if document["verdict"] == "fail":
+        raise CheckError(document["sentence"], slug="check-failed")
+    hint = "record more runs of both sides, or more steps"
+    raise CheckError(document["sentence"], slug="check-inconclusive", hint=hint)
+
+
+def end_with_refusals(refused: Sequence[Notice]) -> None:
+    """End with a word about the inputs that were refused, where the rest was done.
+
+    Raises:
+        PartialError: slug `refused-input`.
+    """
+    if refused:
+        more = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
+        raise PartialError(f"{refused[0].message}{more}", slug="refused-input")
+
+
+_PAGE = outputs.lazy_renderer("traceloom.report.verdict:render_verdict_page")
+FORMATS: dict[str, Writer] = {
+    ".html": _PAGE,
+    ".htm": _PAGE,
+    ".md": outputs.lazy_renderer("traceloom.report.verdict:render_verdict_markdown"),
+    ".json": outputs.as_json,
+}

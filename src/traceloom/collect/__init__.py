@@ -1,1 +1,0 @@
-"""The fleet's service: takes captures of whole jobs, has them analysed, and answers over HTTP."""

@@ -1,0 +1,282 @@
+"""Pauses, needless syncs, waits for data."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial, reduce
+from operator import or_
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from traceloom import analyze
+from traceloom.analyze.host_events import BACKWARD, COMMUNICATION, SPAN_PHASES, WORD_PHASES
+from traceloom.analyze.idle import COLLECTIONS
+from traceloom.changes.changes import LOADING, Change, Chosen, Selection, named
+from traceloom.findings.context import NAMELESS, Bools, Context, outermost_operator, shorten_name
+from traceloom.findings.rule import Candidate, FindingRule, Message
+from traceloom.graph import graph as gs
+from traceloom.system import units
+from traceloom.trace import vocabulary as cat
+from traceloom.trace.batch import stacked
+from traceloom.trace.notice import Abstention, Evidence
+from traceloom.trace.trace import Trace
+
+_LONG = 0.02  # of the window: one stretch of host time this long is a pause,
+_LONG_NS = 500_000  # if it also takes this long: shorter ones are Python between operators
+_STEP = re.compile(r"^(ProfilerStep|traceloom\.step)#\d+$")
+_BUSY = 0.5  # of its time a thread runs at least: it works
+_MOST_RANKS = 4
+_FAR_MORE = 2.0  # times as long as the middle one of the others: the pause is this rank's
+_ASLEEP = 0.2  # at most: it waits
+_BACKWARD = next(pattern for phase, pattern in WORD_PHASES if phase == BACKWARD)
+_COLLECTIVES = "|".join(pattern for phase, pattern in SPAN_PHASES if phase == COMMUNICATION)
+_ENGINE = "autograd::engine::"
+_ADDS_UP = "AccumulateGrad"  # runs on the main thread, too
+_UNSEEN = "what the host waits for in the backward pass was not recorded: the operators of another thread"
+SAMPLED = "most operators were left out of the file: nobody knows what lies between those in it"
+IDLE = "the program waits most of the time, for requests or for something that was not recorded: that costs nothing"
+
+
+def pauses(context: Context) -> Iterator[Message]:
+    """The host does one other thing for long: a pause, a write, a log."""
+    if waits_for_requests(context):
+        yield Abstention("host-pause", IDLE)
+        return
+    if context.sampled:
+        yield Abstention("host-pause", SAMPLED)
+        return
+    python = between_operators(context)
+    work = context.graph.nodes["work_ns"].to_numpy()
+    long = python & (work >= long_ns(context))
+    if not long.any():
+        return
+    # regions named backward, on ranks of whose backward pass no derivative was recorded: they run elsewhere
+    nodes = context.graph.nodes
+    name, of_rank = nodes["name"].cast(pl.String).fill_null(""), nodes["rank"].fill_null(-1)
+    seen = of_rank.filter(name.str.starts_with(_ENGINE) & ~name.str.ends_with(_ADDS_UP)).unique()
+    backward = (nodes["category"].cast(pl.String) == cat.ANNOTATION) & name.str.contains(_BACKWARD)
+    unseen: Bools = long & (backward.fill_null(value=False) & ~of_rank.is_in(seen.implode())).to_numpy()
+    if unseen.any():
+        yield Abstention("host-pause", _UNSEEN)
+        long &= ~unseen
+    if context.steps is None:  # threads of a program without steps that sleep, wait for work: that is no pause
+        long &= ~context.asleep(long, _ASLEEP)
+    if not long.any():
+        return
+    ranks = context.ranks_of(long)
+    if len(ranks) > 1:  # one rank alone may be the cause: told first, where it saves as much as all of them
+        rank_of = context.graph.rank_numbers
+        times = {rank: context.work_ns(long & (rank_of == rank)) for rank in ranks}
+        by_time = sorted(ranks, key=lambda rank: (-times[rank], rank))
+        for rank in by_time[:_MOST_RANKS]:
+            yield _pause(context, long & (rank_of == rank), (rank,))
+        others = [times[rank] for rank in by_time[1:]] + [0] * (context.rank_count - len(ranks))
+        if times[by_time[0]] >= _FAR_MORE * float(np.median(others)):
+            return  # the others pause now and then
+    yield _pause(context, long, tuple(ranks))
+
+
+def between_operators(context: Context) -> Bools:
+    """Host time between operators that no other rule is about."""
+    nodes = context.graph.nodes
+    frames = pl.Series(context.of_kind(gs.HOST)) & nodes["category"].cast(pl.String).is_in([cat.ANNOTATION, cat.PYTHON])
+    between = context.of_kind(gs.THINK) | frames.fill_null(value=False).to_numpy()
+    others = (named(context.graph, pattern) for pattern in (LOADING, COLLECTIONS, _COLLECTIVES))
+    unclaimed: Bools = between & ~reduce(or_, others)
+    return unclaimed
+
+
+def waits_for_requests(context: Context) -> bool:
+    """Whether a program without steps mostly waits: how long its window is, does not depend on what it does."""
+    return context.steps is None and context.running is not None and context.running < _BUSY
+
+
+def long_ns(context: Context) -> float:
+    """From how long on a stretch of host time is a pause."""
+    return max(_LONG * context.whole_ns / context.step_count, _LONG_NS)
+
+
+def _pause(context: Context, long: Bools, ranks: tuple[int, ...]) -> Candidate:
+    """The long stretches of some ranks."""
+    time = context.work_ns(long)
+    evidence = context.evidence(long)
+    label = evidence[0].what
+    count = int(long.sum())
+    detail = "" if _STEP.match(label) or label == NAMELESS else f": {label}"
+    alone = context.rank_count > 1 and len(ranks) == 1
+    who = f"the host of rank {ranks[0]}" if alone else "the host"
+    over = "" if len(ranks) == 1 else context.over_ranks
+    # whether the host works or waits, as far as the processor time of its threads tells
+    ran = context.ran_ns(long)
+    if ran is None:
+        verb = "spends"
+    else:
+        verb = "works" if ran[0] >= _BUSY * time else "waits" if ran[1] <= _ASLEEP * time else "spends"
+    return Candidate(
+        title=f"{who} {verb} {units.duration(time)} outside of operators"
+        + ("" if context.step_count == 1 else f" in {context.where}")
+        + ("" if count == 1 else f" in {units.count(count)} long stretches{over}")
+        + detail,
+        changes=(
+            Change("remove", Chosen(f"{f'rank {ranks[0]}: ' if alone else ''}long host stretches between operators",
+                                    long, "think", ranks if alone else ())),
+        ),
+        confidence=0.6 if context.stacks else 0.5,
+        advice="Take it out of the step: write, log and check in another thread or less often; without stacks, record "
+        "with `--stacks` to see what it is.",
+        evidence=evidence,
+    )  # fmt: skip
+
+
+RULES = (FindingRule("host-pause", "the host does something else for long", pauses),)
+
+_KINDS = {
+    "item": ("blocking-item", "reading values (`.item()`, `float(tensor)`, `if tensor:`)"),
+    "data_dependent_shape": (
+        "blocking-item",
+        "operators whose result's shape depends on data (nonzero, unique, masks)",
+    ),
+    "synchronize": ("blocking-sync", "synchronising"),
+    "event_synchronize": ("blocking-sync", "waiting for events"),
+    "copy_to_host": ("blocking-copy", "copying to the host"),
+    "copy_to_device": ("blocking-copy", "copying to the device"),
+    "other_copy": ("blocking-copy", "copying"),
+    "allocation": ("device-allocation", "taking memory from the device and giving it back"),
+    "module_load": ("module-loading", "loading code onto the device, or setting it up,"),
+}
+_ADVICE = {
+    "blocking-item": "Read values less often, or later: keep sums on the device, read every N steps, use "
+    "`non_blocking=True` copies and look at them in the next step.",
+    "blocking-sync": "Take the call out of the step; time with events instead of synchronising.",
+    "blocking-copy": "Use pinned memory (`pin_memory=True`) and `non_blocking=True`, and copy the next batch while "
+    "this one is computed.",
+    "device-allocation": "In steady state nothing should be taken from the device: keep shapes constant, warm up, "
+    "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; cudaFree in a step means that the allocator had to retry.",
+    "module-loading": "Warm up before the part that is measured or served, or load at the start: "
+    "CUDA_MODULE_LOADING=EAGER.",
+}
+_TITLES = {
+    "blocking-item": "values are read on the host",
+    "blocking-sync": "synchronisation in the step",
+    "blocking-copy": "copies that block the host",
+    "device-allocation": "device memory is allocated in the step",
+    "module-loading": "code is loaded onto the device in the step",
+}
+_GONE = ("device-allocation", "module-loading")  # the calls themselves go, not only their waiting
+# A profiler waits for the device when it begins and ends: that is no part of the program.
+_PROFILER = re.compile(r"(?i)profil|traceloom/capture")
+
+
+@dataclass(slots=True)
+class _WaitingSite:
+    """One place in the code that waits, over all ranks."""
+
+    kind: str
+    call: str
+    where: str
+    nodes: Bools
+    blocked_ns: int = 0
+    pageable: int = 0
+    evidence: list[Evidence] = field(default_factory=list)
+
+
+def _of(slug: str, context: Context) -> Iterator[Message]:
+    """One candidate per place in the code."""
+    if not context.on_device:
+        yield Abstention(slug, "no GPU work was recorded")
+        return
+    kinds = [kind for kind, (rule, _) in _KINDS.items() if rule == slug]
+    waiting: dict[tuple[str, str], _WaitingSite] = {}
+    for trace, row, site_calls in context.ask(context, _sites):
+        if row["kind"] not in kinds:
+            continue
+        where = shorten_name(row["frame"]) if row["frame"] else outermost_operator(row["op"] or row["call"])
+        # an op's copy and the synchronisation behind it wait for the same: only both together can go
+        nowhere = np.zeros(context.graph.nodes.height, dtype=np.bool_)
+        site = waiting.setdefault((row["kind"], where), _WaitingSite(row["kind"], row["call"], where, nowhere))
+        site.nodes |= context.nodes_of(trace, site_calls["event"])
+        site.blocked_ns += int(site_calls["blocked_ns"].sum())
+        site.pageable += row["pageable_count"]
+        site.evidence += [
+            Evidence(row["call"], trace.rank, start_ns, blocked_ns, row["lane"])
+            for start_ns, blocked_ns in site_calls[["start_ns", "blocked_ns"]].head(3).iter_rows()
+        ]
+    for site in waiting.values():
+        if not site.nodes.any():
+            continue
+        label = f"{site.call} at {site.where}" if site.where != site.call else site.call
+        chosen = Chosen(label, site.nodes, "syncs")
+        pageable = " from or to pageable memory" if site.pageable and slug == "blocking-copy" else ""
+        at = f", at {site.where}" if site.where != site.call else f" ({site.call})"
+        gone = (Change("remove", chosen),) if slug in _GONE else ()
+        yield Candidate(
+            title=f"{_KINDS[site.kind][1]}{pageable} holds the host {units.duration(site.blocked_ns)}"
+            f"{context.over_ranks}{at}",
+            changes=(Change("drop", chosen), *gone),
+            confidence=0.4 if slug in _GONE and context.steps is None else 0.7,
+            advice=_ADVICE[slug],
+            evidence=tuple(sorted(site.evidence, key=lambda seen: -(seen.duration_ns or 0))[:4]),
+        )
+
+
+def _sites(context: Context) -> list[tuple[Trace, dict[str, Any], pl.DataFrame]]:
+    """Places in the code that wait in the steps: trace, row of its sites, and their calls, the longest first."""
+    blocking = [context.ask(trace, analyze.blocking_calls) for trace in context.traces]
+    calls = context.in_step(stacked(of_trace.calls for of_trace in blocking))
+    longest_first = calls.sort("blocked_ns", descending=True, maintain_order=True)
+    by_site = {(of["trace"][0], of["site"][0]): of for of in longest_first.partition_by("trace", "site")}
+    return [
+        (trace, row, by_site[number, site])
+        for number, (trace, of_trace) in enumerate(zip(context.traces, blocking, strict=True))
+        for site, row in enumerate(of_trace.sites.to_dicts())
+        if (number, site) in by_site
+        and not any(text is not None and _PROFILER.search(text) for text in (row["frame"], row["stack"]))
+    ]
+
+
+SYNCHRONISATION_RULES = tuple(FindingRule(slug, title, partial(_of, slug)) for slug, title in _TITLES.items())
+
+_WORKERS = 4
+
+
+def data_starved(context: Context) -> Iterator[Message]:
+    """The main thread waits for, or makes, its batches."""
+    masks = Selection("loading").nodes(context.graph)
+    waits = stacked(context.ask(trace, analyze.data_loading).waits for trace in context.traces)
+    if not waits.height:
+        yield Abstention("data-starved", "no data loader was recorded")
+        return
+    waits = context.in_step(waits)
+    waited, workers = int(waits["duration_ns"].sum()), bool((waits["maker"] == "workers").any())
+    if not waited or not masks.any():
+        return
+    waiting: list[pl.DataFrame] = []
+    for trace, rows in context.by_trace(waits):
+        rank = pl.lit(trace.rank, dtype=pl.Int32).alias("rank")
+        lane, end = trace.events["lane"][rows["event"]], pl.col("start_ns") + pl.col("duration_ns")
+        waiting.append(rows.select(rank, lane, "start_ns", end.alias("end_ns")))
+    longest = waits.sort("duration_ns", descending=True, maintain_order=True)
+    longest = longest.filter(pl.int_range(pl.len()).over("trace") < 3).head(5)
+    chosen = Chosen("loading", masks, "loading")
+    change = Change("remove", chosen) if workers else Change("workers", chosen, float(_WORKERS))
+    how = "more workers (num_workers), persistent_workers=True, prefetch_factor, pin_memory=True, cheaper transforms"
+    advice = f"Make batches faster or further ahead: {how}." if workers else f"Make batches beside the step: {how}."
+    yield Candidate(
+        title=f"{context.where} waits {units.duration(waited)} for data{context.over_ranks}",
+        changes=(change,),
+        confidence=0.8,
+        advice=advice,
+        hot_advice=None if workers else f"{{frame}}: make it faster, or make batches beside the step: {how}.",
+        host=partial(pl.concat, waiting),
+        evidence=tuple(
+            Evidence(name, context.traces[number].rank, start_ns, ns)
+            for name, number, start_ns, ns in longest[["name", "trace", "start_ns", "duration_ns"]].iter_rows()
+        ),
+    )
+
+
+DATA_RULES = (FindingRule("data-starved", "the step waits for its data", data_starved),)

@@ -1,0 +1,1 @@
+"""Analyses over captures of a fleet."""

@@ -1,0 +1,148 @@
+"""Slow hosts and ranks; how common findings are.
+
+A host is held against other hosts that ran the same kernels on the same shapes and model of device; a rank against the
+other ranks of its job. What is compared is the logarithm of a time over the median of the peers, so that nothing has to
+be known of how long anything should take. The distance is a robust z: over 1.4826 times the median of the distances.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import polars as pl
+
+from traceloom.trace.frames import Result
+
+LEAST_PEERS = 4
+"""Hosts, or ranks, that have to be compared."""
+
+FAR = 3.5
+"""The robust z from which on one is an outlier (Iglewicz and Hoaglin, 1993)."""
+
+LEAST_RATIO = 1.05
+"""... if it is slower than its peers by this as well: alike peers make any difference a far one."""
+
+_LEAST_SCATTER = 0.005
+_ROBUST = 1.4826  # of the median distance: the standard deviation, where values are normal
+
+
+@dataclass(frozen=True)
+class Outliers(Result):
+    """Hosts and ranks against their peers.
+
+    Attributes:
+        hosts: The slowest first: host, device_model, ratio (the median over its kernels of its mean duration over the
+            median of the hosts), z, outlier, kernels (kernels and shapes that at least 4 hosts ran), jobs (that ran
+            there).
+        ranks: The slowest first: job, rank, host (of the last capture), ratio (the median over captures of the time in
+            which its compute kernels run, over the median of the ranks), z, outlier, captures.
+    """
+
+    hosts: pl.DataFrame
+    ranks: pl.DataFrame
+
+
+def outliers(kernels: pl.LazyFrame, captures: pl.LazyFrame, devices: pl.LazyFrame) -> Outliers:
+    """Compare hosts and ranks.
+
+    Args:
+        kernels: Rows of this table.
+        captures: The same, of the same days.
+        devices: The same.
+    """
+    where = devices.select("capture", "rank", "host").unique(["capture", "rank"]).filter(pl.col("host").is_not_null())
+    jobs = captures.select("capture", job=pl.coalesce("job", "capture"))
+    keys = ["kernel", "shapes", "device_model"]
+    # Rows are many and names few: they are grouped as numbers.
+    ranks_of = where.join(jobs, on="capture").with_columns(pl.col("host", "job").cast(pl.Categorical))
+    # A job may do less work of the same shape than another, but not shorter: the median over jobs counts.
+    means = (
+        kernels.filter(pl.col("count") > 0, pl.col("total_ns") > 0)
+        .with_columns(pl.col(keys).cast(pl.Categorical))
+        .join(ranks_of, on=["capture", "rank"], nulls_equal=True)
+        .group_by(*keys, "host", "job")
+        .agg(mean=pl.col("total_ns").sum() / pl.col("count").sum())
+        .group_by(*keys, "host")
+        .agg(pl.col("mean").median())
+        .with_columns(distance=(pl.col("mean") / pl.col("mean").median().over(keys)).log(), peers=pl.len().over(keys))
+        .filter(pl.col("peers") >= LEAST_PEERS)
+    )
+    of_hosts = means.group_by(pl.col("host", "device_model").cast(pl.String)).agg(
+        pl.col("distance").median(), kernels=pl.len()
+    )
+    ran = where.join(jobs, on="capture").group_by("host").agg(jobs=pl.col("job").n_unique())
+    hosts = _judged(of_hosts.join(ran, on="host"), ["device_model"])
+
+    times = devices.filter(pl.col("rank").is_not_null()).group_by("capture", "rank").agg(
+        pl.col("compute_ns").sum(), pl.col("host").last()
+    ).filter(pl.col("compute_ns") > 0)  # fmt: skip
+    of_ranks = (
+        times.with_columns(distance=(pl.col("compute_ns") / pl.col("compute_ns").median().over("capture")).log())
+        .join(captures.select("capture", "start_ns", job=pl.coalesce("job", "capture")), on="capture")
+        .sort("start_ns")
+        .group_by("job", "rank")
+        .agg(pl.col("distance").median(), pl.col("host").last(), captures=pl.len())
+    )
+    ranks = _judged(of_ranks, ["job"])
+    return Outliers(
+        hosts.select("host", "device_model", "ratio", "z", "outlier", "kernels", "jobs"),
+        ranks.select("job", "rank", "host", "ratio", "z", "outlier", "captures"),
+    )
+
+
+def _judged(scores: pl.LazyFrame, peers: Sequence[str]) -> pl.DataFrame:
+    """Each against its peers, the slowest first; those with too few peers are left out."""
+    distance = pl.col("distance")
+    off = distance - distance.median().over(peers)
+    scatter = (off.abs().median().over(peers) * _ROBUST).clip(lower_bound=_LEAST_SCATTER)
+    return (
+        scores.with_columns(count=pl.len().over(peers))
+        .filter(pl.col("count") >= LEAST_PEERS)
+        .with_columns(z=off / scatter, ratio=off.exp())
+        .with_columns(outlier=(pl.col("z") >= FAR) & (pl.col("ratio") >= LEAST_RATIO))
+        .collect()
+        .sort("z", *peers, descending=[True, *(False for _ in peers)])
+    )
+
+
+@dataclass(frozen=True)
+class CommonFindings(Result):
+    """Findings by rule.
+
+    Attributes:
+        rows: One row per rule, the one of most captures first: rule, findings, captures (that have it), fraction (of
+            all captures), jobs, saving_fraction (of the step, mean over its findings that save time), confidence
+            (mean), example (the capture where it saves most).
+        captures: All captures that were looked at.
+    """
+
+    rows: pl.DataFrame
+    captures: int
+
+
+def common_findings(findings: pl.LazyFrame, captures: pl.LazyFrame) -> CommonFindings:
+    """Count findings.
+
+    Args:
+        findings: Rows of this table.
+        captures: The same; a capture of no job is a job of its own.
+    """
+    about = captures.select("capture", job=pl.coalesce("job", "capture"))
+    every = int(about.select(pl.col("capture").n_unique()).collect().item())
+    saving = pl.col("saving_fraction")
+    rows = (
+        findings.join(about, on="capture")
+        .group_by(rule="slug")
+        .agg(
+            findings=pl.len(),
+            captures=pl.col("capture").n_unique(),
+            jobs=pl.col("job").n_unique(),
+            saving_fraction=saving.mean(),
+            confidence=pl.col("confidence").mean(),
+            example=pl.col("capture").sort_by(saving, "capture", nulls_last=False).last(),
+        )
+        .with_columns(fraction=pl.col("captures") / max(every, 1))
+        .sort("captures", "rule", descending=[True, False])
+    )
+    return CommonFindings(rows.collect(), every)

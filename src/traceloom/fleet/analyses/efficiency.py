@@ -1,0 +1,234 @@
+"""Topline and where to invest.
+
+None of them says enough alone: a device can be busy and compute nothing, draw power and wait, reach its FLOP/s on work
+that is thrown away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import polars as pl
+
+from traceloom.agent.flops import device_model, relative_peak
+from traceloom.errors import UsageError, nearest
+from traceloom.fleet.analyses.attribution import OF_DEVICES, OF_JOBS, UNATTRIBUTED, attribution, with_owners
+from traceloom.fleet.store.schema import UNALLOCATED, UNREACHABLE
+from traceloom.trace.frames import Result
+
+REFERENCE = "A100 SXM 80GB"
+"""The device that reference-device hours are counted in."""
+
+LEAST_JOBS = 10
+"""From how many jobs on two metrics are said to go together or not."""
+
+METRICS = {
+    "device_use": "share of the device time that is held in which a job computes",
+    "flop_rate": "FLOPs per second of device time that is held, at least",
+    "compute_use": "the same as a share of what the matrix units can do at most",
+    "power_w": "watts of a device that is held",
+    "roofline_fraction": "share of the roofline that steps reach, mean over captures",
+    "mfu": "matrix FLOPs of the model at their peak, over the step, mean over captures",
+    "reference_hours_per_byte": "device hours, in hours of the reference device, per byte of input",
+}
+"""Metric -> what it is."""
+
+
+@dataclass(frozen=True)
+class FleetTopline(Result):
+    """The topline of everything that has device time.
+
+    Attributes:
+        by: What a row is of: a dimension of `attribution`, or "" for everything in one row.
+        rows: The most device time first: the value of `by`, device_hours (held), flop_rate_high (FLOP/s at most), and
+            `METRICS`; null where not measured, or where the data sheet of a device is not known.
+        correlations: One row per pair of metrics: first, second, jobs (of which both are known), correlation
+            (Spearman's, -1 to 1; null below ten jobs, and where one metric is the same for all).
+        reference: The device that reference hours are counted in.
+    """
+
+    by: str
+    rows: pl.DataFrame
+    correlations: pl.DataFrame
+    reference: str
+
+
+def topline(
+    usage: pl.LazyFrame, owned: pl.DataFrame, captures: pl.LazyFrame, by: str = "", reference: str = REFERENCE
+) -> FleetTopline:
+    """Work out the topline.
+
+    Args:
+        usage: Rows of `usage_minute` or `usage_hour`.
+        owned: Whose each job is, of `owners.periods`.
+        captures: Rows of this table, of the same days.
+        by: A dimension of `attribution.BY`; "": everything in one row.
+        reference: A device of the data sheets.
+
+    Raises:
+        UsageError: `no-such-dimension`; `no-such-device`: there is no data sheet of the reference.
+    """
+    if device_model(reference) is None:
+        raise UsageError(f"there is no data sheet of `{reference}`", slug="no-such-device")
+    rows = _rows(usage, owned, captures, by, reference)
+    of_jobs = rows if by == "job" else _rows(usage, owned, captures, "job", reference)
+    pairs = []
+    for first, second in combinations(METRICS, 2):
+        both = of_jobs.select(first, second).drop_nulls().filter(pl.all_horizontal(pl.all().is_finite()))
+        value = both.select(pl.corr(first, second, method="spearman")).item() if both.height >= LEAST_JOBS else None
+        pairs.append((first, second, both.height, None if value is None or value != value else value))  # noqa: PLR0124
+    columns = {"first": pl.String, "second": pl.String, "jobs": pl.Int64, "correlation": pl.Float64}
+    return FleetTopline(by, rows, pl.DataFrame(pairs, schema=columns, orient="row"), reference)
+
+
+def _rows(usage: pl.LazyFrame, owned: pl.DataFrame, captures: pl.LazyFrame, by: str, reference: str) -> pl.DataFrame:
+    keys = [by] if by else []
+    held = usage.filter(~pl.col("state").is_in((UNALLOCATED, UNREACHABLE)))
+    leaves = attribution(held, owned, [*keys, "device_model"]).leaves
+    sheets = {name: device_model(name) for name in leaves["device_model"].unique()}
+    peaks = pl.DataFrame(
+        {
+            "device_model": list(sheets),
+            "peak": [sheet and sheet.flops.get("bf16", sheet.flops.get("fp16")) for sheet in sheets.values()],
+            "relative": [relative_peak(sheet, device_model(reference)) for sheet in sheets.values()],
+        },
+        schema={"device_model": pl.String, "peak": pl.Float64, "relative": pl.Float64},
+    )
+    parts = leaves.join(peaks, on="device_model", how="left").with_columns(
+        peak_flops=pl.col("flops_known_ms") / 1e3 * pl.col("peak"),
+        reference_hours=pl.col("device_ms") / 3.6e6 * pl.col("relative"),
+    )
+    sums = (
+        "device_ms",
+        "busy_ms",
+        "energy_mj",
+        "energy_known_ms",
+        "flops_low",
+        "flops_high",
+        "flops_known_ms",
+        "input_bytes",
+    )
+    whole = [  # what is not known of one model of device is not known of the sum
+        pl.when(pl.col(name).is_not_null().all()).then(pl.col(name).sum()).alias(name)
+        for name in ("peak_flops", "reference_hours")
+    ]
+    aggregates = [*(pl.col(name).sum() for name in sums), *whole]
+    summed = parts.group_by(keys).agg(aggregates) if keys else parts.select(aggregates)
+    seconds = pl.col("flops_known_ms") / 1e3
+    measured = summed.select(
+        *keys,
+        device_hours=pl.col("device_ms") / 3.6e6,
+        device_use=_over(pl.col("busy_ms"), pl.col("device_ms")),
+        flop_rate=_over(pl.col("flops_low"), seconds),
+        flop_rate_high=_over(pl.col("flops_high"), seconds),
+        compute_use=_over(pl.col("flops_low"), pl.col("peak_flops")),
+        power_w=_over(pl.col("energy_mj"), pl.col("energy_known_ms")),
+        reference_hours_per_byte=_over(pl.col("reference_hours"), pl.col("input_bytes")),
+    )
+    means = [pl.col(name).mean() for name in ("roofline_fraction", "mfu")]
+    if not keys:
+        return pl.concat([measured, captures.select(means).collect()], how="horizontal")
+    if by in OF_DEVICES and by != "device_model":  # a capture is of no single host
+        return measured.with_columns(
+            pl.lit(None, pl.Float64).alias(name) for name in ("roofline_fraction", "mfu")
+        ).sort("device_hours", by, descending=[True, False])
+    about = with_owners(captures, owned, [by] if by in OF_JOBS else [])
+    of_captures = about.group_by(pl.col(by).fill_null(UNATTRIBUTED)).agg(means).collect()
+    return measured.join(of_captures, on=by, how="left").sort("device_hours", by, descending=[True, False])
+
+
+def _over(amount: pl.Expr, whole: pl.Expr) -> pl.Expr:
+    return pl.when(whole > 0).then(amount / whole)
+
+
+RULE = "rule"
+BY = (RULE, *OF_JOBS)
+"""What savings can be divided by."""
+
+
+@dataclass(frozen=True)
+class Investment(Result):
+    """What could be saved.
+
+    Attributes:
+        by: By what it is divided.
+        rows: One row per combination of values, the most first: saved_ms (device time that fixing would save), jobs
+            (that have such findings), confidence (mean, weighted by what is saved), example (a capture of the job that
+            would save most).
+        held_ms: Device time that jobs held.
+        analysed_ms: The part of it of jobs that have captures. Of the rest nothing is known, and nothing in the rows.
+    """
+
+    by: tuple[str, ...]
+    rows: pl.DataFrame
+    held_ms: int
+    analysed_ms: int
+
+
+def invest(
+    usage: pl.LazyFrame,
+    owned: pl.DataFrame,
+    captures: pl.LazyFrame,
+    findings: pl.LazyFrame,
+    by: Sequence[str] = (RULE,),
+) -> Investment:
+    """Add up what fixing findings would save.
+
+    Of a job it is its device time times the mean over its captures of the share of the step that the findings of a rule
+    save there; findings of one capture are disjoint, so that rules add up. A capture without a finding of the rule
+    counts as 0.
+
+    Args:
+        usage: Rows of `usage_minute` or `usage_hour`.
+        owned: Whose each job is, of `owners.periods`; of a job that changed hands, what holds at its last capture.
+        captures: Rows of this table: of the same days, or of all in which the jobs ran.
+        findings: The same.
+        by: Of `BY`, outermost first.
+
+    Raises:
+        UsageError: `no-such-dimension`.
+    """
+    for name in by:
+        if name not in BY:
+            hint = nearest(name, BY) + f"there are {', '.join(BY)}"
+            raise UsageError(f"savings are not divided by `{name}`", slug="no-such-dimension", hint=hint)
+    by = tuple(dict.fromkeys(by))
+    held = usage.filter(~pl.col("state").is_in((UNALLOCATED, UNREACHABLE)), pl.col("job").is_not_null())
+    of_jobs = attribution(held, owned, ["job"]).leaves.lazy().select("job", "device_ms")
+    about = with_owners(captures.select("capture", "job", "start_ns"), owned, [name for name in by if name != RULE])
+    people = [name for name in by if name not in (RULE, "job")]
+    jobs = about.sort("start_ns").group_by("job").agg(pl.col(people).last(), analysed=pl.len()).join(of_jobs, on="job")
+    saving = pl.col("saving_fraction").clip(0.0, 1.0)
+    savings = (
+        findings.filter(pl.col("saving_fraction") > 0)
+        .join(captures.select("capture", "job"), on="capture")
+        .group_by("job", rule="slug")
+        .agg(
+            share=saving.sum(),
+            confidence=(saving * pl.col("confidence")).sum() / saving.sum(),
+            example=pl.col("capture").sort_by(saving, pl.col("capture")).last(),
+        )
+        .join(jobs, on="job")
+        .with_columns(saved_ms=pl.col("device_ms") * (pl.col("share") / pl.col("analysed")))
+        .with_columns(pl.col(name).fill_null(UNATTRIBUTED) for name in people)
+    )
+    saved = pl.col("saved_ms")
+    aggregates = [
+        saved.sum(),
+        pl.col("job").n_unique().alias("jobs"),
+        ((pl.col("confidence") * saved).sum() / saved.sum()).alias("confidence"),
+        pl.col("example").sort_by(saved, pl.col("example")).last(),
+    ]
+    grouped = savings.group_by(by).agg(aggregates) if by else savings.select(aggregates)
+    rows, sums = pl.collect_all(
+        [
+            grouped.sort("saved_ms", *by, descending=[True, *(False for _ in by)]),
+            of_jobs.join(jobs.select("job", "analysed"), on="job", how="left").select(
+                pl.col("device_ms").sum(),
+                analysed_ms=pl.col("device_ms").filter(pl.col("analysed").is_not_null()).sum(),
+            ),
+        ]
+    )
+    return Investment(by, rows, int(sums["device_ms"][0]), int(sums["analysed_ms"][0]))

@@ -1,0 +1,240 @@
+"""GPU time by kind and bound, top kernels, coverage, history of one kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import polars as pl
+
+from traceloom.errors import UsageError, nearest
+from traceloom.fleet.analyses.attribution import UNATTRIBUTED, with_owners
+from traceloom.fleet.analyses.regressions import by_job, of_captures
+from traceloom.fleet.store.schema import DIMENSIONS
+from traceloom.trace.frames import Result
+
+OF_WORK = ("kind", "bound", "device_model", "kernel", "op", "rank")
+OF_CAPTURES = ("job", "torch", "code")
+BY = (*OF_WORK, *OF_CAPTURES, *DIMENSIONS)
+"""What GPU time can be divided by."""
+
+_PARTS = ("kernel", "op", "shapes", "types", "device_model")
+
+
+@dataclass(frozen=True)
+class GpuTimeBy(Result):
+    """GPU time in captures, divided.
+
+    Attributes:
+        by: By what.
+        rows: One row per combination of values (and stretch of time, `time_ns`), the longest first: count (pieces of
+            work), total_ns, fraction (of all rows, of one stretch: of it), captures; `unattributed` where nothing says
+            it.
+    """
+
+    by: tuple[str, ...]
+    rows: pl.DataFrame
+
+
+@dataclass(frozen=True)
+class TopKernels(Result):
+    """The kernels that take most.
+
+    Attributes:
+        rows: One row per kernel, most first: kind, count, total_ns, fraction (of all GPU time), mean_ns, cycles (of the
+            part whose clock is known, null without any), cycles_known_ns (that part), shapes (how many different),
+            captures, jobs, roofline_known_ns (the part of which there is a model), roofline_ns (what it needs at the
+            peaks), example (a capture of the job that spends most on it, to be looked at).
+        total_ns: All GPU time, of the kernels that are left out too.
+    """
+
+    rows: pl.DataFrame
+    total_ns: int
+
+
+@dataclass(frozen=True)
+class Coverage(Result):
+    """What specialising the commonest shapes would cover.
+
+    Attributes:
+        rows: One row per kernel, operator, shapes, types and model of device, the longest first: number (1 for the
+            first), count, total_ns, fraction (of the GPU time that is looked at), covered_fraction (with all before).
+        total_ns: The GPU time that is looked at.
+        unshaped_ns: The part of it whose shapes are not recorded; it is in no row.
+    """
+
+    rows: pl.DataFrame
+    total_ns: int
+    unshaped_ns: int
+
+    def needed(self, fraction: float) -> int | None:
+        """How many rows cover so much of the GPU time; None where all of them do not."""
+        enough = self.rows.filter(pl.col("covered_fraction") >= fraction)
+        return None if not enough.height else int(enough["number"][0])
+
+
+def gpu_time_by(
+    kernels: pl.LazyFrame,
+    captures: pl.LazyFrame,
+    owned: pl.DataFrame,
+    by: Sequence[str],
+    every_ns: int | None = None,
+) -> GpuTimeBy:
+    """Divide GPU time.
+
+    Args:
+        kernels: Rows of this table.
+        captures: The same, of the same days.
+        owned: Whose each job is, of `owners.periods`.
+        by: Of `BY`, outermost first.
+        every_ns: Length of stretches of time to tell apart, by the start of the capture; None: all in one.
+
+    Raises:
+        UsageError: `no-such-dimension`.
+    """
+    for name in by:
+        if name not in BY:
+            hint = nearest(name, BY) + f"there are {', '.join(BY)}"
+            raise UsageError(f"GPU time is not divided by `{name}`", slug="no-such-dimension", hint=hint)
+    by = tuple(dict.fromkeys(by))
+    times = [] if every_ns is None else ["time_ns"]
+    about = captures.select("capture", "start_ns", *OF_CAPTURES)
+    of_owners = [name for name in by if name in DIMENSIONS]
+    if of_owners:
+        about = with_owners(about, owned, of_owners)
+    if every_ns is not None:
+        about = about.with_columns(time_ns=pl.col("start_ns") // every_ns * every_ns)
+    of_work = [name for name in by if name in OF_WORK]
+    of_captures = [name for name in by if name not in OF_WORK]
+    # first by capture, which are few, then by what is known of it
+    rows = (
+        kernels.group_by("capture", *of_work)
+        .agg(pl.col("count", "total_ns").sum())
+        .join(about.select("capture", *times, *of_captures), on="capture")
+        .group_by(*times, *by)
+        .agg(pl.col("count", "total_ns").sum(), captures=pl.col("capture").n_unique())
+        .with_columns(pl.col(name).cast(pl.String).fill_null(UNATTRIBUTED) for name in by)
+        .with_columns(whole_ns=pl.col("total_ns").sum().over(times) if times else pl.col("total_ns").sum())
+        .with_columns(fraction=pl.when(pl.col("whole_ns") > 0).then(pl.col("total_ns") / pl.col("whole_ns")))
+        .drop("whole_ns")
+        .sort(*times, "total_ns", *by, descending=[*(False for _ in times), True, *(False for _ in by)])
+    )
+    return GpuTimeBy(by, rows.collect())
+
+
+def top_kernels(
+    kernels: pl.LazyFrame, captures: pl.LazyFrame, sort: Literal["time", "cycles"] = "time", top: int = 100
+) -> TopKernels:
+    """Rank kernels by GPU time or by device cycles.
+
+    Args:
+        kernels: Rows of this table.
+        captures: The same, of the same days.
+        sort: By what; cycles are GPU time at the clock of the device, where telemetry was captured with it.
+        top: How many.
+    """
+    has_clock, has_model = pl.col("clock_hz").is_not_null(), pl.col("roofline_ns").is_not_null()
+    ns = pl.col("total_ns")
+    of_kernel = kernels.group_by("kernel").agg(
+        pl.col("kind").first(),
+        pl.col("count").sum(),
+        ns.sum(),
+        cycles=(ns * pl.col("clock_hz") / 1e9).sum(),
+        cycles_known_ns=ns.filter(has_clock).sum(),
+        roofline_known_ns=ns.filter(has_model).sum(),
+        roofline_ns=pl.col("roofline_ns").sum(),
+    )
+    whole = of_kernel.with_columns(
+        fraction=pl.when(ns.sum() > 0).then(ns / ns.sum()),
+        total=ns.sum(),
+        mean_ns=ns / pl.col("count"),
+        cycles=pl.when(pl.col("cycles_known_ns") > 0).then("cycles"),
+        roofline_ns=pl.when(pl.col("roofline_known_ns") > 0).then("roofline_ns"),
+    )
+    order = "cycles" if sort == "cycles" else "total_ns"
+    ranked = whole.sort(order, "kernel", descending=[True, False], nulls_last=True).head(top).collect()
+    # What has to be counted is asked of the few that are shown, by number: texts take half as long again.
+    number = pl.Enum(ranked["kernel"].drop_nulls())
+    shown = kernels.with_columns(pl.col("kernel").cast(number, strict=False)).drop_nulls("kernel")
+    by_capture = shown.group_by("kernel", "capture").agg(ns.sum())
+    about = (
+        by_capture.join(captures.select("capture", "job"), on="capture", how="left")
+        .sort("total_ns", "capture", descending=[True, False])
+        .group_by("kernel")
+        .agg(captures=pl.len(), jobs=pl.col("job").drop_nulls().n_unique(), example=pl.col("capture").first())
+    )
+    shapes = shown.select("kernel", "shapes").drop_nulls().unique().group_by("kernel").agg(shapes=pl.len())
+    rows = ranked.drop("total")
+    for frame in pl.collect_all([about, shapes]):
+        rows = rows.join(frame.cast({"kernel": pl.String}), on="kernel", how="left", maintain_order="left")
+    total = int(ranked["total"][0]) if ranked.height else 0
+    return TopKernels(rows.with_columns(pl.col("shapes").fill_null(0)), total)
+
+
+def coverage(kernels: pl.LazyFrame, top: int = 1_000) -> Coverage:
+    """How much of the GPU time the commonest shapes cover.
+
+    Args:
+        kernels: Rows of this table: of all kernels, or of those to be looked at.
+        top: Rows of the curve.
+    """
+    ns = pl.col("total_ns")
+    parts = kernels.group_by(_PARTS).agg(pl.col("count").sum(), ns.sum())
+    shaped = pl.col("shapes").is_not_null()
+    sums = parts.select(total=ns.sum(), unshaped=ns.filter(~shaped).sum()).collect()
+    total, unshaped = int(sums["total"][0]), int(sums["unshaped"][0])
+    rows = (
+        parts.filter(shaped)
+        .sort("total_ns", *_PARTS, descending=[True, *(False for _ in _PARTS)])
+        .head(top)
+        .with_columns(
+            number=pl.int_range(1, pl.len() + 1),
+            fraction=ns / max(total, 1),
+            covered_fraction=ns.cum_sum() / max(total, 1),
+        )
+        .collect()
+    )
+    return Coverage(rows, total, unshaped)
+
+
+MOST_JOBS = 2_000
+
+
+@dataclass(frozen=True)
+class KernelHistory(Result):
+    """A kernel in jobs.
+
+    Attributes:
+        rows: One row per job, by the time of its first capture, the last 2,000: start_ns, job, mean_ns (median over its
+            captures of the mean duration of a piece of work), count, total_ns (of all its captures), capture (the
+            first), code and torch (of that one).
+        jobs: How many jobs ran it.
+    """
+
+    rows: pl.DataFrame
+    jobs: int
+
+
+def kernel_history(
+    kernels: pl.LazyFrame, captures: pl.LazyFrame, kernel: str, shapes: str | None = None
+) -> KernelHistory:
+    """Look at one kernel.
+
+    Args:
+        kernels: Rows of this table.
+        captures: The same; a capture of no job is a job of its own.
+        kernel: Its name.
+        shapes: Of its inputs, as the rows have them; None: all.
+    """
+    works = kernels.filter(pl.col("count") > 0, pl.col("kernel") == kernel)
+    if shapes is not None:
+        works = works.filter(pl.col("shapes") == shapes)
+    about = captures.select("capture", "start_ns", "code", "torch", job=pl.coalesce("job", "capture"))
+    of_kernel = of_captures(works, about).group_by("kernel", "job", "start_ns", "capture")
+    jobs = by_job(of_kernel.agg(pl.col("count", "total_ns").sum()), ("kernel",))
+    rows = jobs.tail(MOST_JOBS).join(
+        about.select("capture", "code", "torch").collect(), on="capture", how="left", maintain_order="left"
+    )
+    kept = rows.select("start_ns", "job", "count", "total_ns", "capture", "code", "torch", mean_ns="mean")
+    return KernelHistory(kept, jobs.height)

@@ -1,0 +1,1 @@
+"""A made fleet to look at."""

@@ -1,0 +1,489 @@
+"""HTTP: enrol, heartbeat, work, report, files; requests of users; job statements."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from heapq import nlargest
+from operator import attrgetter
+from typing import Annotated, TypeAlias
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response, StreamingResponse
+
+from traceloom.agent.fleet_link.protocol import (
+    Enrolled,
+    Enrolment,
+    Heartbeat,
+    HeartbeatAnswer,
+    HostProcess,
+    HostReport,
+    ReportAnswer,
+    StartBy,
+    WorkAnswer,
+)
+from traceloom.agent.traces.requests import Cause, Wanted
+from traceloom.fleet.handlers.captures import FleetAsked, FleetRoute, may
+from traceloom.fleet.service.request_plan import FleetRequest, FleetState
+from traceloom.fleet.service.requests import LONGEST_WAIT_S, Choice, HostDesk
+from traceloom.fleet.store.hosts import JobFacts
+from traceloom.server.problem import HttpAnswer, RequestError
+from traceloom.server.routing import cut_off
+from traceloom.system.text import HOST_OR_NONE, ONE_LINE
+
+_KEPT_ALIVE_S = 15.0
+
+
+class HostAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """A host and what it said last. `heard_ns`: when; null: not since the service started."""
+
+    host: str
+    heard_ns: int | None = None
+    lost: bool = True
+    version: str = ""
+    clock_offset_ns: int | None = None
+    clock_error_ns: int | None = None
+    devices: int = 0
+    stale_devices: int = 0
+    processes: int = 0
+    jobs: list[str] = []
+    trouble: dict[str, str] = {}
+
+
+class HostsAnswer(HttpAnswer, frozen=True):
+    """All hosts of the fleet, by name."""
+
+    hosts: list[HostAnswer]
+
+
+class FleetJobAnswer(HttpAnswer, frozen=True):
+    """A job that runs. `traceable`: how many of its processes are prepared for traces on demand.
+
+    `hung`: on a host of it processes make no steps any more.
+    """
+
+    job: str
+    name: str
+    scheduler: str
+    user: str
+    framework: str
+    hosts: list[str]
+    processes: int
+    traceable: int
+    ranks: int
+    world_size: int | None
+    devices: int
+    steps_per_second: float | None
+    hung: bool
+
+
+class FleetJobsAnswer(HttpAnswer, frozen=True):
+    """Jobs that run now, by name."""
+
+    jobs: list[FleetJobAnswer]
+
+
+class RequestBody(HttpAnswer, frozen=True, forbid_unknown_fields=True):
+    """A trace that is wanted of a job. `choose`: all that match, or only the slowest rank and one in the middle.
+
+    `start`: all begin at one instant, in `after_s` seconds at the earliest, or with one step, where the steps of all
+    processes are known and agree, `at_step` at the earliest. `mark`: the same within an hour is the same request.
+    """
+
+    wanted: Wanted
+    choose: Choice = ""
+    start: StartBy = "instant"
+    at_step: Annotated[int, Meta(ge=0, le=2**53)] = 0
+    after_s: Annotated[float, Meta(ge=0, le=3600)] = 0.0
+    mark: Annotated[str, Meta(max_length=100)] = ""
+
+
+class HostOfRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a host is; `ranks`: of its processes."""
+
+    host: str
+    state: str
+    since_ns: int
+    reason: str = ""
+    detail: str = ""
+    ranks: list[int] = []
+    targets: list[str] = []  # rank and profiler, and how far each is
+
+
+class FleetRequestAnswer(HttpAnswer, frozen=True):
+    """A request and how far it is. `start_ns`: the common instant, 0 before it is set; `capture`: the result.
+
+    `start_step`: the step that all begin with, 0 where they begin at an instant; `start_detail`: why that is so, why
+    it is a later one, or which hosts began late. `trigger`: the rule that asked, null where somebody did.
+    """
+
+    id: str
+    who: str
+    asked_ns: int
+    wanted: Wanted
+    state: FleetState
+    since_ns: int
+    start_ns: int
+    start_step: int
+    start_detail: str
+    reason: str
+    detail: str
+    capture: str
+    trigger: Cause | None
+    hosts: list[HostOfRequest]
+
+
+class FleetRequestsAnswer(HttpAnswer, frozen=True):
+    """Requests, newest first."""
+
+    requests: list[FleetRequestAnswer]
+
+
+class RequestsParameters(HttpAnswer, frozen=True, forbid_unknown_fields=True):
+    """At most so many."""
+
+    most: Annotated[int, Meta(ge=1, le=1000)] = 50
+
+
+def answer_of_request(request: FleetRequest) -> FleetRequestAnswer:
+    """What is told of a request."""
+    hosts = []
+    for host, progress in request.hosts.items():
+        armed = {process.rank for process in progress.processes if process.rank is not None}
+        ranks = sorted(armed or progress.ranks)
+        targets = [
+            f"{f'process {target.pid}' if target.rank is None else f'rank {target.rank}'} {target.profiler}: "
+            f"{target.state}" + (f" ({target.detail or target.reason})" if target.reason else "")
+            for target in progress.targets
+        ]
+        hosts.append(
+            HostOfRequest(
+                host=host,
+                state=progress.state or "asked",
+                since_ns=progress.since_ns,
+                reason=progress.reason,
+                detail=progress.detail,
+                ranks=ranks,
+                targets=targets,
+            )
+        )
+    return FleetRequestAnswer(
+        id=request.id, who=request.who, asked_ns=request.asked_ns, wanted=request.wanted, state=request.state,
+        since_ns=request.since_ns, start_ns=request.start_ns, start_step=request.start_step,
+        start_detail=request.start_detail, reason=request.reason, detail=request.detail,
+        capture=request.capture, trigger=request.trigger, hosts=hosts,
+    )  # fmt: skip
+
+
+def host_answer(desk: HostDesk, name: str) -> HostAnswer:
+    """What is told of a host."""
+    now = desk.now.get(name)
+    if now is None:
+        return HostAnswer(host=name)
+    beat = now.heartbeat
+    return HostAnswer(
+        host=name, heard_ns=now.received_ns, lost=not desk.is_fresh(now), version=beat.version,
+        clock_offset_ns=None if beat.clock is None else beat.clock.offset_ns,
+        clock_error_ns=None if beat.clock is None else beat.clock.error_ns,
+        devices=len(beat.devices), stale_devices=sum(bool(device.stale) for device in beat.devices),
+        processes=len(beat.processes), jobs=sorted({process.job for process in beat.processes if process.job}),
+        trouble=beat.trouble,
+    )  # fmt: skip
+
+
+class RemovedHostAnswer(HttpAnswer, frozen=True):
+    """A host that belongs to the fleet no more."""
+
+    host: str
+
+
+async def _remove_host(asked: FleetAsked) -> RemovedHostAnswer:
+    host = asked.request.path_params["host"]
+    await asked.hosts().remove(host)
+    await asked.note(host=host)
+    return RemovedHostAnswer(host=host)
+
+
+def _jobs(asked: FleetAsked) -> FleetJobsAnswer:
+    members: dict[str, list[tuple[str, HostProcess]]] = defaultdict(list)
+    for host, now in asked.hosts().fresh().items():
+        for process in now.heartbeat.processes:
+            if process.job:
+                members[process.job].append((host, process))
+    return FleetJobsAnswer(jobs=[job_answer(job, members[job]) for job in sorted(members)])
+
+
+def job_answer(job: str, members: Sequence[tuple[str, HostProcess]]) -> FleetJobAnswer:
+    """What is told of a job, by its processes and their hosts."""
+    processes = [process for _, process in members]
+    rates = [process.steps_per_second for process in processes if process.steps_per_second is not None]
+    sizes = [process.world_size for process in processes if process.world_size is not None]
+
+    def first(name: str) -> str:
+        return next((text for process in processes if (text := getattr(process, name))), "")
+
+    return FleetJobAnswer(
+        job=job, name=first("job_name"), scheduler=first("scheduler"), user=first("user"),
+        framework=first("framework"), hosts=sorted({host for host, _ in members}), processes=len(processes),
+        traceable=sum(process.polls for process in processes),
+        ranks=len({process.rank for process in processes if process.rank is not None}),
+        world_size=max(sizes, default=None),
+        devices=len({(host, device) for host, process in members for device in process.devices}),
+        steps_per_second=min(rates, default=None), hung=any(process.hung for process in processes),
+    )  # fmt: skip
+
+
+def check_own_job(asked: FleetAsked, job: str) -> None:
+    """Check that the one who asks may have a job traced, and speak of it.
+
+    Raises:
+        RequestError: `not-allowed`.
+    """
+    users = asked.hosts().users_of(job) - {asked.token.name, asked.token.name.partition("@")[0]}
+    if users and not may(asked.token, "operator"):
+        raise RequestError(
+            403, f"`{job}` is not the job of `{asked.token.name}`", slug="not-allowed",
+            hint="a token of a requester is called as its user is; an operator's traces all jobs",
+        )  # fmt: skip
+
+
+async def _submit(asked: FleetAsked) -> FleetRequestAnswer:
+    body = await asked.body(RequestBody)
+    desk = asked.hosts()
+    check_own_job(asked, body.wanted.job)
+    request = await desk.submit(
+        body.wanted, asked.token.name, body.choose, start=body.start, at_step=body.at_step, after_s=body.after_s,
+        mark=f"{asked.token.name} {body.mark}" if body.mark else "",
+    )  # fmt: skip
+    await asked.note(request=request.id, job=body.wanted.job)
+    return answer_of_request(request)
+
+
+async def _cancel(asked: FleetAsked) -> FleetRequestAnswer:
+    request = asked.fleet_request()
+    if request.who != asked.token.name and not may(asked.token, "operator"):
+        raise RequestError(403, "another one asked for it", slug="not-allowed")
+    await asked.hosts().cancel(request.id)
+    await asked.note(request=request.id)
+    return answer_of_request(asked.fleet_request())
+
+
+async def _events(asked: FleetAsked) -> Response:
+    request = asked.fleet_request()
+
+    async def events() -> AsyncIterator[bytes]:
+        changes = asked.hosts().changes(request.id)
+        coming: asyncio.Future[FleetRequest] = asyncio.ensure_future(anext(changes))
+        try:
+            while True:
+                done, _ = await asyncio.wait({coming}, timeout=_KEPT_ALIVE_S)
+                if not done:
+                    yield b": alive\n\n"
+                    continue
+                try:
+                    now = coming.result()
+                except StopAsyncIteration:
+                    return
+                yield b"data: " + msgspec.json.encode(answer_of_request(now)) + b"\n\n"
+                coming = asyncio.ensure_future(anext(changes))
+        finally:
+            coming.cancel()
+
+    return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+
+
+REQUEST_ROUTES = (
+    FleetRoute(
+        path="/api/v1/hosts", summary="Hosts and how they are", answer=HostsAnswer,
+        answers=lambda asked: HostsAnswer(
+            hosts=[host_answer(asked.hosts(), name) for name in sorted(asked.hosts().members)]
+        ),
+    ),
+    FleetRoute(
+        path="/api/v1/hosts/{host}", summary="Let a host belong to the fleet no more", answers=_remove_host,
+        answer=RemovedHostAnswer, method="DELETE", role="operator", refuses=(403, 404, 503),
+    ),
+    FleetRoute(path="/api/v1/jobs", summary="Jobs that run now", answers=_jobs, answer=FleetJobsAnswer),
+    FleetRoute(
+        path="/api/v1/requests", summary="Requests for traces, newest first", answer=FleetRequestsAnswer,
+        parameters=RequestsParameters, refuses=(400, 503),
+        answers=lambda asked: FleetRequestsAnswer(
+            requests=[
+                answer_of_request(request)
+                for request in nlargest(
+                    asked.parameters(RequestsParameters).most,
+                    asked.hosts().requests.values(),
+                    key=attrgetter("asked_ns"),
+                )
+            ]
+        ),
+    ),
+    FleetRoute(
+        path="/api/v1/requests", summary="Ask for a trace of a job on all of its hosts", answers=_submit,
+        answer=FleetRequestAnswer, method="POST", body=RequestBody, role="requester", refuses=(400, 403, 404, 503),
+    ),
+    FleetRoute(
+        path="/api/v1/requests/{id}", summary="A request and how far it is", answer=FleetRequestAnswer,
+        refuses=(404, 503), answers=lambda asked: answer_of_request(asked.fleet_request()),
+    ),
+    FleetRoute(
+        path="/api/v1/requests/{id}", summary="Cancel a request", answers=_cancel, answer=FleetRequestAnswer,
+        method="DELETE", role="requester", refuses=(403, 404, 503),
+    ),
+    FleetRoute(
+        path="/api/v1/requests/{id}/events", summary="A request after each change, until it has ended",
+        answers=_events, content="text/event-stream", refuses=(404, 503),
+    ),
+)  # fmt: skip
+
+AGENTS = "/api/v1/agents/"
+
+
+class WorkParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the host knows already, and for how many seconds it waits for something else."""
+
+    version: str = ""
+    wait: float = LONGEST_WAIT_S
+
+
+def _of_host(
+    answer: Callable[[FleetAsked, HostDesk, str], Awaitable[msgspec.Struct | Response]],
+) -> Callable[[FleetAsked], Awaitable[msgspec.Struct | Response]]:
+    """Answer only the host that the path names."""
+
+    async def respond(asked: FleetAsked) -> msgspec.Struct | Response:
+        desk, host = asked.hosts(), asked.request.path_params["host"]
+        _check_host(asked, desk, host)
+        return await answer(asked, desk, host)
+
+    return respond
+
+
+def _check_host(asked: FleetAsked, desk: HostDesk, host: str) -> None:
+    scheme, _, credential = asked.request.headers.get("authorization", "").partition(" ")
+    desk.check_host(host, credential.strip() if scheme.lower() == "bearer" else "")
+
+
+async def _enrol(asked: FleetAsked) -> Enrolled:
+    return await asked.hosts().enrol(await asked.body(Enrolment))
+
+
+async def _heartbeat(asked: FleetAsked, desk: HostDesk, host: str) -> HeartbeatAnswer:
+    heartbeat = await asked.body(Heartbeat)
+    _check_host(asked, desk, host)  # again: it may have been removed while its body was on its way
+    return await desk.heartbeat(host, heartbeat)
+
+
+async def _report(asked: FleetAsked, desk: HostDesk, host: str) -> ReportAnswer:
+    return await desk.report(host, asked.request.path_params["id"], await asked.body(HostReport))
+
+
+async def _take_file(asked: FleetAsked, desk: HostDesk, host: str) -> Response:
+    path = asked.request.path_params
+    try:
+        await desk.take_file(host, path["id"], path["name"], asked.request.stream())
+    except ClientDisconnect as error:  # the host sends it again
+        raise cut_off() from error
+    return Response(status_code=204)
+
+
+class EnrolmentBody(HttpAnswer, frozen=True, forbid_unknown_fields=True):
+    """A token by which a host may join, once: the host of this name, or any. `days`: how long it may be used."""
+
+    host: Annotated[str, Meta(max_length=253, pattern=HOST_OR_NONE)] = ""
+    days: Annotated[float, Meta(gt=0, le=365)] = 1.0
+
+
+class EnrolmentAnswer(HttpAnswer, frozen=True):
+    """A new token of enrolment; nobody can be told `token` again."""
+
+    host: str
+    token: str
+
+
+async def _add_enrolment(asked: FleetAsked) -> EnrolmentAnswer:
+    body = await asked.body(EnrolmentBody)
+    token = await asyncio.to_thread(asked.service.state.add_enrolment, body.host, body.days)
+    await asked.note(host=body.host)
+    return EnrolmentAnswer(host=body.host, token=token)
+
+
+HOST_ROUTES = (
+    FleetRoute(
+        path=AGENTS.rstrip("/"), summary="Make a token by which a host joins the fleet, once", answers=_add_enrolment,
+        answer=EnrolmentAnswer, method="POST", body=EnrolmentBody, role="operator", refuses=(400, 403),
+    ),
+    FleetRoute(
+        path=f"{AGENTS}enrol", summary="Let a host belong to the fleet, by a token that works once", answers=_enrol,
+        answer=Enrolled, method="POST", body=Enrolment, role=None, refuses=(400, 409, 503),
+    ),
+    FleetRoute(
+        path=f"{AGENTS}{{host}}/heartbeat", summary="Take how a host is, and what its devices did",
+        answers=_of_host(_heartbeat), answer=HeartbeatAnswer, method="POST", body=Heartbeat, role=None,
+        refuses=(400, 503),
+    ),
+    FleetRoute(
+        path=f"{AGENTS}{{host}}/work", summary="What a host is to do; waits for something new",
+        answers=_of_host(
+            lambda asked, desk, host: desk.work(host, *msgspec.structs.astuple(asked.parameters(WorkParameters)))
+        ),
+        answer=WorkAnswer, parameters=WorkParameters, role=None, refuses=(400, 503),
+    ),
+    FleetRoute(
+        path=f"{AGENTS}{{host}}/requests/{{id}}", summary="How far a host is with a request",
+        answers=_of_host(_report), answer=ReportAnswer, method="POST", body=HostReport, role=None,
+        refuses=(400, 404, 503),
+    ),
+    FleetRoute(
+        path=f"{AGENTS}{{host}}/requests/{{id}}/files/{{name}}", summary="Send a file that the host has said",
+        answers=_of_host(_take_file), method="PUT", role=None, refuses=(400, 404, 503),
+    ),
+)  # fmt: skip
+
+Message: TypeAlias = Annotated[str, Meta(max_length=256, pattern=ONE_LINE)]
+
+
+class JobStatementBody(HttpAnswer, frozen=True, forbid_unknown_fields=True):
+    """What a job is; "": it does not say it."""
+
+    model: Message = ""
+    framework: Message = ""
+    product: Message = ""
+    division: Message = ""
+    application: Message = ""
+
+
+class JobStatementAnswer(HttpAnswer, frozen=True):
+    """Of which job it was taken, and whether it differs from what the job said before."""
+
+    job: str
+    changed: bool
+
+
+async def _state(asked: FleetAsked) -> JobStatementAnswer:
+    job, body = asked.request.path_params["job"], await asked.body(JobStatementBody)
+    users = asked.hosts().users_of(job)
+    if not users:
+        raise RequestError(
+            404, f"no host of late has processes of `{job[:256]}`", slug="no-such-job", hint="`traceloom fleet jobs`"
+        )
+    check_own_job(asked, job)
+    said = {name: value for name, value in msgspec.structs.asdict(body).items() if value}
+    facts = JobFacts(**said, user=min(users))
+    changed = bool(await asyncio.to_thread(asked.service.state.say_of_jobs, {job: facts}, time.time_ns()))
+    if changed:
+        asked.service.pipeline.look()
+        await asked.note(job=job)
+    return JobStatementAnswer(job=job, changed=changed)
+
+
+STATEMENT_ROUTES = (
+    FleetRoute(
+        path="/api/v1/jobs/{job:path}", summary="Take what a job says of itself", answers=_state,
+        answer=JobStatementAnswer, method="PUT", body=JobStatementBody, role="requester", refuses=(400, 403, 404, 503),
+    ),
+)  # fmt: skip

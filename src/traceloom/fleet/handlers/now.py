@@ -1,0 +1,583 @@
+"""HTTP: fleet, host, job, findings, device time at this moment; live query."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from itertools import islice
+from typing import Annotated, Literal
+
+import msgspec
+import polars as pl
+from msgspec import Meta
+
+from traceloom.agent.fleet_link.protocol import HostDevice, HostProcess
+from traceloom.fleet.analyses.attribution import periods
+from traceloom.fleet.analyses.efficiency import METRICS, topline
+from traceloom.fleet.analyses.regressions import MIX, regressions
+from traceloom.fleet.api import Job
+from traceloom.fleet.handlers.captures import FleetAsked, FleetRoute
+from traceloom.fleet.handlers.hosts import FleetJobAnswer, HostAnswer, host_answer, job_answer
+from traceloom.fleet.questions.answering import RecentAnswers
+from traceloom.fleet.questions.catalogue import EVERY_CHANGE, QUESTION
+from traceloom.fleet.service.requests import HostNow
+from traceloom.fleet.store.captures import TaskState
+from traceloom.fleet.store.schema import day_of
+from traceloom.fleet.store.tables import Tables
+from traceloom.server.problem import HttpAnswer, RequestError
+
+DeviceState = Literal["busy", "idle-allocated", "unallocated", "unreachable"]
+"""As in the tables of usage, but of this moment."""
+
+_TOPLINE_S = 60.0  # that it is kept: it is of a whole day
+_SLOWER_DAYS = 30
+_USAGE_S = 15.0  # the same of device time, which comes by minutes
+_MOST_KEPT = 256  # answers of a sort
+_MINUTE_NS, _HOUR_NS = 60 * 10**9, 3600 * 10**9
+_MOST_ROWS = 10_000
+BUSY = "gpu_busy_ratio"
+
+
+class DeviceNow(msgspec.Struct, frozen=True, kw_only=True):
+    """A device: what it is in, for which jobs, and what was measured last, by metric. `stale`: why it is silent."""
+
+    host: str
+    device: str
+    index: str
+    model: str
+    state: DeviceState
+    jobs: list[str]
+    values: dict[str, float]
+    stale: str = ""
+
+
+class FleetFinding(msgspec.Struct, frozen=True, kw_only=True):
+    """A finding of a capture, as in the table of that name. null: it saves no time, or is about no single rank."""
+
+    capture: str
+    slug: str
+    saving_ns: int | None
+    saving_fraction: float | None
+    confidence: float | None
+    rank: int | None
+
+
+class CaptureFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """A capture as it was analysed last; the table of captures says what each is. null: not known."""
+
+    start_ns: int
+    window_ns: int
+    ranks: int
+    hosts: int | None
+    device_model: str | None
+    torch: str | None
+    code: str | None
+    step_ns: int | None
+    mfu: float | None
+    roofline_fraction: float | None
+    notices: list[str] | None
+    version: str
+
+
+class MeasuredBeside(msgspec.Struct, frozen=True, kw_only=True):
+    """What the agent of a host measured in the minutes of a capture: device time of its job by state, and energy.
+
+    `energy_mj`: null where no device measures it.
+    """
+
+    host: str
+    devices: int
+    busy_ms: int
+    idle_ms: int
+    energy_mj: int | None
+    flops_low: float | None
+
+
+class UsageOfTime(msgspec.Struct, frozen=True, kw_only=True):
+    """Device time of a minute or hour in a state, of a job or of none; `energy_mj`: null where nothing measures it."""
+
+    time_ns: int
+    job: str | None
+    state: DeviceState
+    device_ms: int
+    energy_mj: int | None
+
+
+class ToplineOfDay(msgspec.Struct, frozen=True, kw_only=True):
+    """What the fleet got out of its devices in the last 24 hours; null: not measured. As `traceloom.fleet.analyses.efficiency`."""
+
+    device_hours: float | None
+    device_use: float | None
+    flop_rate: float | None
+    flop_rate_high: float | None
+    compute_use: float | None
+    power_w: float | None
+    roofline_fraction: float | None
+    mfu: float | None
+
+
+class Watching:
+    """Asks the tables what pages show; its methods block.
+
+    Args:
+        tables: Of the fleet.
+        clock: Unix time in ns.
+    """
+
+    def __init__(self, tables: Tables, clock: Callable[[], int] = time.time_ns) -> None:
+        self.tables, self.clock = tables, clock
+        self._toplines = RecentAnswers[ToplineOfDay](1)
+        self._usage = RecentAnswers[list[UsageOfTime]](_MOST_KEPT)
+        self._findings = RecentAnswers[list[FleetFinding]](_MOST_KEPT)
+
+    def topline(self) -> ToplineOfDay:
+        """The topline of the last 24 hours, at most a minute old."""
+        return self._toplines.get("", self._topline, seconds=_TOPLINE_S)
+
+    def findings(self, captures: Sequence[str]) -> list[FleetFinding]:
+        """Findings of captures, by name; what saves most first."""
+        rows = self.tables.scan("findings").filter(pl.col("capture").is_in(captures)).select(
+            "capture", "slug", "saving_ns", "saving_fraction", "confidence", "rank"
+        )  # fmt: skip
+        ranked = rows.sort("saving_fraction", descending=True, nulls_last=True).head(_MOST_ROWS).collect()
+        return msgspec.convert(ranked.to_dicts(), list[FleetFinding])
+
+    def facts(self, capture: str) -> CaptureFacts | None:
+        """A capture as it was analysed last; None where it is not in the tables."""
+        rows = self.tables.scan("captures").filter(pl.col("capture") == capture).collect().to_dicts()
+        return msgspec.convert(rows[-1], CaptureFacts) if rows else None
+
+    def beside(self, job: str, start_ns: int, end_ns: int) -> list[MeasuredBeside]:
+        """What agents measured of a job in the minutes from `start_ns` to `end_ns`, by host."""
+        rows = self.tables.scan("usage_minute", day_of(start_ns), day_of(end_ns)).filter(
+            pl.col("job") == job, pl.col("time_ns") > start_ns - _MINUTE_NS, pl.col("time_ns") < end_ns
+        )
+        time_in = {
+            state: pl.col("device_ms").filter(pl.col("state") == state).sum() for state in ("busy", "idle-allocated")
+        }
+        summed = rows.group_by("host").agg(
+            devices=pl.col("device").n_unique(), busy_ms=time_in["busy"], idle_ms=time_in["idle-allocated"],
+            energy_mj=_sum_if_any("energy_mj"), flops_low=_sum_if_any("flops_low"),
+        )  # fmt: skip
+        return msgspec.convert(summed.sort("host").collect().to_dicts(), list[MeasuredBeside])
+
+    def usage(self, *, host: str = "", job: str = "", hours: float) -> list[UsageOfTime]:
+        """Device time of a host or job, by minutes up to six hours, else by hours; 15 s old at most, the last first."""
+        return self._usage.get((host, job, hours), lambda: self._used(host, job, hours), seconds=_USAGE_S)
+
+    def findings_of_job(self, job: str, captures: Callable[[], Sequence[str]]) -> list[FleetFinding]:
+        """Findings of the captures of a job, at most 15 s old."""
+        return self._findings.get(job, lambda: self.findings(captures()), seconds=_USAGE_S)
+
+    def _used(self, host: str, job: str, hours: float) -> list[UsageOfTime]:
+        until = self.clock()
+        since = until - int(hours * _HOUR_NS)
+        rows = self.tables.scan("usage_minute" if hours <= 6 else "usage_hour", first=day_of(since))
+        rows = rows.filter(pl.col("time_ns") >= since - (_MINUTE_NS if hours <= 6 else _HOUR_NS))
+        for name, value in (("host", host), ("job", job)):
+            if value:
+                rows = rows.filter(pl.col(name) == value)
+        summed = rows.group_by("time_ns", "job", "state").agg(pl.col("device_ms").sum(), _sum_if_any("energy_mj"))
+        last = summed.sort("time_ns", "state", "job", descending=[True, False, False]).head(_MOST_ROWS).collect()
+        return msgspec.convert(last.to_dicts(), list[UsageOfTime])
+
+    def _topline(self) -> ToplineOfDay:
+        since = self.clock() - 24 * _HOUR_NS
+        first = day_of(since)
+        usage = self.tables.scan("usage_hour", first=first).filter(pl.col("time_ns") > since - _HOUR_NS)
+        captures = self.tables.scan("captures", first=first).filter(pl.col("start_ns") > since)
+        [row] = topline(usage, periods(self.tables.scan("jobs"), self.tables.scan("owners")), captures).rows.to_dicts()
+        names = ("device_hours", "flop_rate_high", *METRICS)
+        return msgspec.convert({name: row[name] for name in names}, ToplineOfDay)
+
+
+def slower_kernels(tables: Tables, now_ns: int) -> pl.DataFrame:
+    """Kernels that became slower in the last 30 days, as of `Regressions`; where a mix changed, nothing did."""
+    first = day_of(now_ns - _SLOWER_DAYS * 24 * _HOUR_NS)
+    changes = regressions(*(tables.scan(name, first) for name in ("kernels", "captures", "devices"))).slower
+    return changes.filter(~pl.col("cause").is_in(MIX))
+
+
+def devices_now(now: Mapping[str, HostNow], fresh: Mapping[str, HostNow]) -> list[DeviceNow]:
+    """All devices, by host; those of hosts that are silent are unreachable."""
+    devices = []
+    for host in sorted(now):
+        jobs: dict[str, set[str]] = defaultdict(set)
+        for process in now[host].heartbeat.processes:
+            for uuid in process.devices:
+                if process.job:
+                    jobs[uuid].add(process.job)
+        for device in now[host].heartbeat.devices:
+            held = sorted(jobs[device.uuid])
+            state: DeviceState
+            if host not in fresh or device.stale:
+                state = "unreachable"
+            elif not held:
+                state = "unallocated"
+            else:
+                state = "busy" if device.values.get(BUSY, 1.0) > 0 else "idle-allocated"
+            devices.append(
+                DeviceNow(
+                    host=host, device=device.uuid, index=device.index, model=device.model, jobs=held,
+                    state=state, values=device.values, stale=device.stale,
+                )
+            )  # fmt: skip
+    return devices
+
+
+def counted_states(devices: list[DeviceNow]) -> dict[DeviceState, int]:
+    """State -> how many are in it."""
+    return dict(Counter(device.state for device in devices))
+
+
+def processes_of(now: Mapping[str, HostNow], job: str) -> list[tuple[str, HostProcess]]:
+    """Host and process of all that belong to a job, by rank."""
+    members = [(host, process) for host, of in now.items() for process in of.heartbeat.processes if process.job == job]
+    return sorted(members, key=lambda member: (member[1].rank is None, member[1].rank or 0, member[0], member[1].pid))
+
+
+def _sum_if_any(name: str) -> pl.Expr:
+    return pl.when(pl.col(name).is_not_null().any()).then(pl.col(name).sum()).alias(name)
+
+
+_MOST_CAPTURES = 200  # of a job whose findings are shown
+_SLOWER_S, _MOST_SLOWER = 300.0, 100  # how old they may be, as they take most work; how many
+_LONGEST_WINDOW_NS = 3600 * 10**9  # of a capture, of which usage is looked up
+
+
+class FleetNowAnswer(HttpAnswer, frozen=True):
+    """The fleet now: hosts that are silent, devices by state, tasks of the pipeline by state, the last day's topline.
+
+    `topline`: null where no device was held in that time.
+    """
+
+    hosts: int
+    lost: list[str]
+    devices: dict[DeviceState, int]
+    tasks: dict[TaskState, int]
+    topline: ToplineOfDay | None
+
+
+class QuarantinedCapture(msgspec.Struct, frozen=True, kw_only=True):
+    """A capture that could not be analysed, and why."""
+
+    capture: str
+    error: str
+
+
+class SlowerKernel(msgspec.Struct, frozen=True, kw_only=True):
+    """A kernel that became slower, as the question about regressions tells of it. null: not recorded."""
+
+    kernel: str
+    shapes: str | None
+    device_model: str | None
+    since_ns: int
+    change: float
+    extra_ns: int
+    jobs_after: int
+
+
+class FleetTroubleAnswer(HttpAnswer, frozen=True):
+    """What is wrong with what was captured: kernels that became slower, what costs most first; analyses that failed."""
+
+    slower: list[SlowerKernel]
+    quarantined: list[QuarantinedCapture]
+
+
+class HostDetailAnswer(HttpAnswer, frozen=True):
+    """A host, its devices, and its processes with what their agent says of them."""
+
+    host: HostAnswer
+    devices: list[DeviceNow]
+    processes: list[HostProcess]
+
+
+class ProcessOfJob(msgspec.Struct, frozen=True, kw_only=True):
+    """A process of a job, and where it runs."""
+
+    host: str
+    process: HostProcess
+
+
+class JobDetailAnswer(HttpAnswer, frozen=True):
+    """A job that runs now, its processes by rank; `job`: null where it does not run, as far as hosts say."""
+
+    job: FleetJobAnswer | None
+    processes: list[ProcessOfJob]
+
+
+class FindingsParameters(HttpAnswer, frozen=True, forbid_unknown_fields=True):
+    """Of which capture, or of the last captures of which job."""
+
+    capture: Annotated[str, Meta(max_length=200)] = ""
+    job: Job = ""
+
+
+class FindingsAnswer(HttpAnswer, frozen=True):
+    """Findings, what saves most first."""
+
+    findings: list[FleetFinding]
+
+
+class CaptureFactsAnswer(HttpAnswer, frozen=True):
+    """What the tables say of a capture, and what agents measured of its job meanwhile; null: not in the tables yet."""
+
+    facts: CaptureFacts | None
+    beside: list[MeasuredBeside]
+
+
+class UsageParameters(HttpAnswer, frozen=True, forbid_unknown_fields=True):
+    """Of which host or job, and of how many hours back."""
+
+    host: Annotated[str, Meta(max_length=256)] = ""
+    job: Job = ""
+    hours: Annotated[float, Meta(gt=0, le=24 * 92)] = 6.0
+
+
+class UsageAnswer(HttpAnswer, frozen=True):
+    """Device time, the last first; by minutes up to six hours, by hours beyond."""
+
+    usage: list[UsageOfTime]
+
+
+async def _now(asked: FleetAsked) -> FleetNowAnswer:
+    desk = asked.hosts()
+    fresh = desk.fresh()
+    tasks, topline = await asyncio.gather(
+        asyncio.to_thread(asked.service.state.counts), asyncio.to_thread(asked.service.watching.topline)
+    )
+    return FleetNowAnswer(
+        hosts=len(desk.members), lost=sorted(desk.members.keys() - fresh.keys()),
+        devices=counted_states(devices_now(desk.now, fresh)), tasks=tasks,
+        topline=topline if topline.device_hours else None,
+    )  # fmt: skip
+
+
+async def _trouble(asked: FleetAsked) -> FleetTroubleAnswer:
+    regressions, tasks = await asyncio.gather(
+        asked.service.questions.ask(QUESTION["regressions"], EVERY_CHANGE, seconds=_SLOWER_S),
+        asyncio.to_thread(asked.service.state.quarantined),
+    )
+    slower = (row for row in regressions.changes if row.change > 0 and row.cause not in MIX)  # type: ignore[attr-defined]
+    return FleetTroubleAnswer(
+        slower=[msgspec.convert(row, SlowerKernel, from_attributes=True) for row in islice(slower, _MOST_SLOWER)],
+        quarantined=[QuarantinedCapture(capture=task.capture, error=task.error) for task in tasks],
+    )
+
+
+async def _host(asked: FleetAsked) -> HostDetailAnswer:
+    desk, name = asked.hosts(), asked.request.path_params["host"]
+    if name not in desk.members:
+        raise RequestError(404, f"there is no host `{name}`", slug="no-such-host", hint="`traceloom fleet hosts`")
+    now, fresh = desk.now.get(name), desk.fresh()
+    return HostDetailAnswer(
+        host=host_answer(desk, name),
+        devices=[] if now is None else devices_now({name: now}, fresh),
+        processes=[] if now is None else now.heartbeat.processes,
+    )
+
+
+async def _job(asked: FleetAsked) -> JobDetailAnswer:
+    job = asked.request.path_params["job"]
+    members = processes_of(asked.hosts().fresh(), job)
+    return JobDetailAnswer(
+        job=job_answer(job, members) if members else None,
+        processes=[ProcessOfJob(host=host, process=process) for host, process in members],
+    )
+
+
+async def _findings(asked: FleetAsked) -> FindingsAnswer:
+    wanted, service = asked.parameters(FindingsParameters), asked.service
+
+    def rows() -> list[FleetFinding]:
+        if not wanted.job:
+            return service.watching.findings([wanted.capture])
+        return service.watching.findings_of_job(
+            wanted.job, lambda: [of.id for of in service.state.captures(job=wanted.job, most=_MOST_CAPTURES)]
+        )
+
+    return FindingsAnswer(findings=await asyncio.to_thread(rows))
+
+
+async def _facts(asked: FleetAsked) -> CaptureFactsAnswer:
+    capture, watching = await asked.capture(), asked.service.watching
+
+    def answer() -> CaptureFactsAnswer:
+        facts = watching.facts(capture.id)
+        if facts is None or not capture.job:
+            return CaptureFactsAnswer(facts=facts, beside=[])
+        end_ns = min(facts.start_ns + facts.window_ns, facts.start_ns + _LONGEST_WINDOW_NS)
+        return CaptureFactsAnswer(facts=facts, beside=watching.beside(capture.job, facts.start_ns, end_ns))
+
+    return await asyncio.to_thread(answer)
+
+
+async def _usage(asked: FleetAsked) -> UsageAnswer:
+    wanted = asked.parameters(UsageParameters)
+    rows = await asyncio.to_thread(
+        asked.service.watching.usage, host=wanted.host, job=wanted.job, hours=wanted.hours
+    )  # fmt: skip
+    return UsageAnswer(usage=rows)
+
+
+WATCH_ROUTES = (
+    FleetRoute(
+        path="/api/v1/now", summary="The fleet at this moment, and the last day's topline", answers=_now,
+        answer=FleetNowAnswer, refuses=(503,),
+    ),
+    FleetRoute(
+        path="/api/v1/trouble", summary="Kernels that became slower, and captures that could not be analysed",
+        answers=_trouble, answer=FleetTroubleAnswer, refuses=(503,),
+    ),
+    FleetRoute(
+        path="/api/v1/hosts/{host}", summary="A host, its devices and processes", answers=_host,
+        answer=HostDetailAnswer, refuses=(404, 503),
+    ),
+    FleetRoute(
+        path="/api/v1/jobs/{job:path}", summary="A job that runs now, and its processes", answers=_job,
+        answer=JobDetailAnswer, refuses=(404, 503),
+    ),
+    FleetRoute(
+        path="/api/v1/findings/latest", summary="Findings of a capture, or of the last captures of a job",
+        answers=_findings,
+        answer=FindingsAnswer, parameters=FindingsParameters, refuses=(400,),
+    ),
+    FleetRoute(
+        path="/api/v1/captures/{id}/facts", summary="What the tables say of a capture, and what agents measured beside",
+        answers=_facts, answer=CaptureFactsAnswer, refuses=(404,),
+    ),
+    FleetRoute(
+        path="/api/v1/usage", summary="Device time of a host or job", answers=_usage, answer=UsageAnswer,
+        parameters=UsageParameters, refuses=(400,),
+    ),
+)  # fmt: skip
+
+By = Literal["job", "host", "device"]
+
+
+class LiveParameters(HttpAnswer, frozen=True, forbid_unknown_fields=True):
+    """What a row is of, and which jobs and hosts; `*` and `?` stand for any signs."""
+
+    by: Annotated[By, Meta(description="what a row is of: job, host or device")] = "job"
+    job: Annotated[str, Meta(max_length=500, description="only these jobs; `*` and `?` stand for any signs")] = ""
+    host: Annotated[str, Meta(max_length=500, description="only these hosts; `*` and `?` stand for any signs")] = ""
+    top: Annotated[int, Meta(ge=1, le=10_000, description="so many rows")] = 1_000
+
+
+class LiveRow(HttpAnswer, frozen=True):
+    """What is measured now; null: not by all devices, and for `busy` and steps: by none.
+
+    `busy`: share of time in which a kernel runs, mean over devices; power and memory are sums over devices;
+    `steps_per_second`: of the slowest rank, `step_s`: how long its steps are; `heard_ns`: the oldest heartbeat in it.
+    A device that several jobs share counts for each of them.
+    """
+
+    job: str
+    host: str
+    device: str
+    heard_ns: int
+    devices: int
+    busy: float | None
+    power_w: float | None
+    memory_bytes: float | None
+    memory_limit_bytes: float | None
+    steps_per_second: float | None
+    step_s: float | None
+
+
+class LiveAnswer(HttpAnswer, frozen=True):
+    """What there is now, by name; `more`: there are rows after these."""
+
+    at_ns: int
+    rows: list[LiveRow]
+    more: bool
+
+
+class _LiveGroup:
+    """The devices and processes that count for a row."""
+
+    def __init__(self) -> None:
+        self.devices: dict[tuple[str, str], HostDevice] = {}
+        self.jobs: set[str] = set()
+        self.rates: list[float] = []
+        self.heard_ns: list[int] = []
+
+    def add(self, host: str, now: HostNow, device: HostDevice | None, process: HostProcess | None) -> None:
+        self.heard_ns.append(now.received_ns)
+        if device is not None:
+            self.devices[host, device.uuid] = device
+        if process is not None and process.job:
+            self.jobs.add(process.job)
+        if process is not None and process.steps_per_second is not None:
+            self.rates.append(process.steps_per_second)
+
+    def values(self, metric: str) -> list[float]:
+        """Of the devices that measure it now."""
+        return [d.values[metric] for d in self.devices.values() if metric in d.values and not d.stale]
+
+    def total(self, metric: str) -> float | None:
+        values = self.values(metric)
+        return sum(values) if values and len(values) == len(self.devices) else None
+
+
+def live(hosts: Mapping[str, HostNow], asked: LiveParameters, now_ns: int) -> LiveAnswer:
+    """What is measured now.
+
+    Args:
+        hosts: Host -> what it said last.
+        asked: What a row is of, and which.
+        now_ns: Now, Unix time.
+    """
+    groups: dict[tuple[str, str, str], _LiveGroup] = defaultdict(_LiveGroup)
+    of_job, of_host = (pattern.replace("[", "[[]") or "*" for pattern in (asked.job, asked.host))
+    for host, now in hosts.items():
+        if not fnmatchcase(host, of_host):
+            continue
+        devices = {device.uuid: device for device in now.heartbeat.devices}
+        pairs: list[tuple[HostDevice | None, HostProcess | None]] = [
+            (devices.get(uuid), process)
+            for process in now.heartbeat.processes
+            if fnmatchcase(process.job, of_job)
+            for uuid in process.devices or ("",)
+        ]
+        if not asked.job:
+            pairs += [(device, None) for device in devices.values()]
+        for device, process in pairs:
+            if asked.by == "host":
+                groups["", host, ""].add(host, now, device, process)
+            elif asked.by == "device" and device is not None:
+                groups["", host, device.uuid].add(host, now, device, process)
+            elif asked.by == "job" and process is not None and process.job:
+                groups[process.job, "", ""].add(host, now, device, process)
+    rows = []
+    for job, at, uuid in sorted(groups)[: asked.top]:
+        group = groups[job, at, uuid]
+        busy, rate = group.values("gpu_busy_ratio"), min(group.rates, default=None)
+        rows.append(
+            LiveRow(
+                job=job or ", ".join(sorted(group.jobs)),
+                host=at or ", ".join(sorted({host for host, _ in group.devices})),
+                device=uuid,
+                heard_ns=min(group.heard_ns),
+                devices=len(group.devices),
+                busy=sum(busy) / len(busy) if busy else None,
+                power_w=group.total("gpu_power_watts"),
+                memory_bytes=group.total("gpu_memory_used_bytes"),
+                memory_limit_bytes=group.total("gpu_memory_limit_bytes"),
+                steps_per_second=rate,
+                step_s=1 / rate if rate else None,
+            )
+        )
+    return LiveAnswer(at_ns=now_ns, rows=rows, more=len(groups) > asked.top)
+
+
+LIVE_ROUTES = (
+    FleetRoute(
+        path="/api/v1/query", summary="What jobs, hosts and devices do now", answer=LiveAnswer,
+        answers=lambda asked: live(asked.hosts().fresh(), asked.parameters(LiveParameters), asked.hosts().clock()),
+        parameters=LiveParameters, refuses=(400, 503),
+    ),
+)  # fmt: skip

@@ -1,0 +1,191 @@
+"""One capture: its report, what was found, its files, and what agents measured meanwhile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from urllib.parse import quote
+
+from htpy import Node, a, button, code, div, form, fragment, iframe, label, option, p, select
+from htpy import input as input_
+
+from traceloom.fleet.api import CaptureAnswer, CapturesAnswer
+from traceloom.fleet.handlers.now import CaptureFactsAnswer, FindingsAnswer, FleetFinding
+from traceloom.fleet.portal.page import ContentSection, KeyNumber, Page, PageContent, to_capture, to_host, to_job
+from traceloom.fleet.portal.page_request import Visit
+from traceloom.fleet.portal.pages.job import findings_table
+from traceloom.fleet.portal.tables import PageColumn, PageRow, PageTable, instant
+from traceloom.system import units
+
+FILE_COLUMNS = (
+    PageColumn(
+        "name", "File", "name", link=lambda row: f"{to_capture(str(row['capture']))}/files/{quote(str(row['name']))}"
+    ),
+    PageColumn("bytes", "Size", "bytes"),
+)
+BESIDE_COLUMNS = (
+    PageColumn("host", "Host", link=lambda row: to_host(str(row["host"]))),
+    PageColumn("devices", "Devices", "count"),
+    PageColumn("busy", "Busy", "share", "share of the device time that the job held"),
+    PageColumn("busy_ns", "Busy time", "time", "of all its devices together"),
+    PageColumn("power_w", "Power, W", "number", "of a device that the job held", "no device measures it"),
+    PageColumn("flop_rate", "FLOP/s", "flop_rate", "of a device that the job held, at least", "they are not measured"),
+)
+_MOST_OTHERS = 30
+
+
+@dataclass(frozen=True)
+class CaptureView:
+    """What the page shows."""
+
+    capture: CaptureAnswer
+    of_tables: CaptureFactsAnswer
+    findings: list[FleetFinding]
+    others: list[CaptureAnswer]  # that it may be held against: of its job first, the newest first
+
+
+async def compute_capture(visit: Visit) -> CaptureView:
+    """Ask the routes."""
+    name = visit.names["id"]
+    capture = await visit.answer(CaptureAnswer, "/api/v1/captures/{id}", id=name)
+    if not any(task.state == "committed" for task in capture.tasks):  # the tables do not have it yet
+        return CaptureView(capture, CaptureFactsAnswer(facts=None, beside=[]), [], [])
+    facts = await visit.answer(CaptureFactsAnswer, "/api/v1/captures/{id}/facts", id=name)
+    found = await visit.answer(FindingsAnswer, "/api/v1/findings/latest", query={"capture": name})
+    of_job = {"job": capture.job, "most": str(_MOST_OTHERS)}
+    others: dict[str, CaptureAnswer] = {}
+    for query in ([of_job] if capture.job else []) + [{"most": str(_MOST_OTHERS)}]:
+        last = (await visit.answer(CapturesAnswer, "/api/v1/captures", query=query)).captures
+        others |= {of.id: of for of in last if of.state == "committed" and of.id not in {name, *others}}
+    return CaptureView(capture, facts, found.findings, list(others.values())[:_MOST_OTHERS])
+
+
+def build_capture_content(view: CaptureView) -> PageContent:
+    """What is shown of it."""
+    capture, facts = view.capture, view.of_tables.facts
+    is_analysed = any(task.state in {"analysed", "committed"} for task in capture.tasks)
+    sections = [ContentSection("report", "Report", _report(view) if is_analysed else _waits(capture))]
+    if facts is not None:
+        sections.append(
+            ContentSection("findings", "What to fix first", findings_table(view.findings, with_capture=False))
+        )
+        sections.append(
+            ContentSection(
+                "beside", "Measured meanwhile", _beside(view), "By the agents, in the minutes of the capture."
+            )
+        )
+    files: list[PageRow] = [
+        {"capture": capture.id, "name": name, "bytes": size} for name, size in sorted(capture.files.items())
+    ]
+    sections.append(ContentSection("files", "Files", PageTable("files", "Files of the capture", FILE_COLUMNS, files)))
+    return PageContent(
+        capture.id,
+        sections,
+        above=[("Captures", "/captures")],
+        numbers=_numbers(view),
+        lead=[
+            a(href=to_job(capture.job))[capture.job] if capture.job else "of no job that is known",
+            ", received ",
+            instant(capture.received_ns),
+            f" from {capture.uploader}",
+        ],
+        ended=capture.state in {"committed", "quarantined"},
+    )
+
+
+def _numbers(view: CaptureView) -> list[KeyNumber]:
+    facts, capture = view.of_tables.facts, view.capture
+    if facts is None:
+        return [
+            KeyNumber(
+                "State",
+                capture.state or "incomplete",
+                "of its analysis",
+                "bad" if capture.state == "quarantined" else "",
+            ),
+            KeyNumber("Size", units.size(capture.bytes), units.count_of(len(capture.files), "file")),
+        ]
+    hosts = f"on {units.count_of(facts.hosts, 'host')}" if facts.hosts else "no file names its host"
+    numbers = [
+        KeyNumber("Ranks", units.count(facts.ranks), hosts),
+        KeyNumber("Window", units.duration(facts.window_ns), fragment["from ", instant(facts.start_ns)]),
+    ]
+    if facts.step_ns is not None:
+        numbers.append(KeyNumber("Step", units.duration(facts.step_ns), "median of whole steps"))
+    if facts.roofline_fraction is not None:
+        numbers.append(KeyNumber("Roofline", units.share(facts.roofline_fraction, 1.0), "that steps reach, mean"))
+    if facts.mfu is not None:
+        numbers.append(KeyNumber("MFU", units.share(facts.mfu, 1.0), "mean over the ranks"))
+    about = f"PyTorch {facts.torch}" if facts.torch else "the version of PyTorch is not known"
+    return [*numbers, KeyNumber("Device", facts.device_model or "–", about)]
+
+
+def _report(view: CaptureView) -> Node:
+    """The report, which is of a stranger's trace: in a frame that has no part in this page, and reaches nothing."""
+    capture = view.capture
+    where = f"{to_capture(capture.id)}/report"
+    return fragment[
+        div(".buttons.above")[
+            a(".button", href=where)["Open it alone"],
+            a(".button", href=f"{to_capture(capture.id)}/timeline", title="open it at ui.perfetto.dev")[
+                "Timeline for Perfetto"
+            ],
+            form(method="get", action="/compare")[
+                input_(type="hidden", name="new", value=capture.id),
+                label(for_="base")["Hold it against"],
+                select(name="base", id="base")[(option(value=other.id)[other.id] for other in view.others)],
+                button(type="submit")["Compare"],
+            ]
+            if view.others
+            else None,
+        ],
+        iframe(
+            ".report",
+            src=where,
+            title=f"Report of {capture.id}",
+            sandbox="allow-scripts allow-downloads",
+            loading="lazy",
+        ),
+    ]
+
+
+def _waits(capture: CaptureAnswer) -> Node:
+    if capture.state == "quarantined":
+        return div(".notice.bad")[
+            p["It could not be analysed: ", capture.tasks[-1].error],
+            p(".quiet")["Once its cause is gone: ", code["traceloom fleet backfill --again"]],
+        ]
+    if not capture.state:
+        return p["Its files are not all there yet."]
+    return p["It is being analysed; its report follows here."]
+
+
+def _beside(view: CaptureView) -> PageTable:
+    rows: list[PageRow] = []
+    for host in view.of_tables.beside:
+        held_ms = host.busy_ms + host.idle_ms
+        rows.append(
+            {
+                "host": host.host,
+                "devices": host.devices,
+                "busy": host.busy_ms / held_ms if held_ms else None,
+                "busy_ns": host.busy_ms * 1_000_000,
+                "power_w": None if host.energy_mj is None or not held_ms else host.energy_mj / held_ms,
+                "flop_rate": None if host.flops_low is None or not held_ms else host.flops_low / (held_ms / 1e3),
+            }
+        )
+    empty = p[
+        "No agent measured devices of this job in that time. Devices are measured on hosts where an agent runs: ",
+        code["traceloom agent run --server URL"],
+        ".",
+    ]
+    return PageTable("beside", "What agents measured meanwhile", BESIDE_COLUMNS, rows, empty)
+
+
+CAPTURE_PAGE = Page(
+    "/captures/{id}",
+    "Capture",
+    "One capture: its report, findings, files, the timeline for Perfetto, and what agents measured meanwhile.",
+    compute_capture,
+    build_capture_content,
+    live=True,
+)

@@ -1,0 +1,601 @@
+"""Fleet, hosts, host, jobs at this moment."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+
+import msgspec
+from htpy import Node, a, button, code, div, form, fragment, li, p, ul
+
+from traceloom.agent.fleet_link.protocol import HostProcess
+from traceloom.fleet.handlers.hosts import (
+    EnrolmentAnswer,
+    EnrolmentBody,
+    FleetJobAnswer,
+    FleetJobsAnswer,
+    FleetRequestAnswer,
+    FleetRequestsAnswer,
+    HostAnswer,
+    HostsAnswer,
+    RemovedHostAnswer,
+)
+from traceloom.fleet.handlers.now import (
+    BUSY,
+    DeviceNow,
+    DeviceState,
+    FleetNowAnswer,
+    FleetTroubleAnswer,
+    HostDetailAnswer,
+    SlowerKernel,
+    UsageAnswer,
+    UsageOfTime,
+)
+from traceloom.fleet.portal.charts import areas, bar
+from traceloom.fleet.portal.page import (
+    ContentSection,
+    KeyNumber,
+    Page,
+    PageContent,
+    command,
+    folded,
+    number_of,
+    sure,
+    text_field,
+    to_capture,
+    to_host,
+    to_job,
+    to_request,
+)
+from traceloom.fleet.portal.page_request import Address, Visit
+from traceloom.fleet.portal.pages.kernel import times, to_change
+from traceloom.fleet.portal.tables import PageColumn, PageRow, PageTable, instant, state_mark
+from traceloom.server.problem import RequestError
+from traceloom.system import units
+
+JOBS_COLUMNS = (
+    PageColumn("job", "Job", "name", link=lambda row: to_job(str(row["job"]))),
+    PageColumn("user", "User", hint="whose processes they are", unknown="its processes do not say"),
+    PageColumn("hosts", "Hosts", "count"),
+    PageColumn("devices", "Devices", "count", "devices that its processes hold"),
+    PageColumn("ranks", "Ranks", "count", "ranks that were seen"),
+    PageColumn("world_size", "Of", "count", "world size that they say", "they do not say it"),
+    PageColumn("steps_per_second", "Steps/s", "number", "of its slowest rank", "nobody measures it"),
+    PageColumn("traceable", "Traceable", hint="processes that are prepared for traces on demand"),
+    PageColumn("framework", "Framework", unknown="no framework was seen in its processes"),
+    PageColumn("scheduler", "Scheduler", unknown="nothing names it"),
+)
+
+
+async def compute_jobs(visit: Visit) -> list[FleetJobAnswer]:
+    """Jobs that run now, by name."""
+    return (await visit.answer(FleetJobsAnswer, "/api/v1/jobs")).jobs
+
+
+def row_of(job: FleetJobAnswer) -> PageRow:
+    """A job as a row of `COLUMNS`."""
+    return {
+        "job": job.job,
+        "user": job.user,
+        "hosts": len(job.hosts),
+        "devices": job.devices,
+        "ranks": job.ranks,
+        "world_size": job.world_size,
+        "steps_per_second": job.steps_per_second,
+        "traceable": "all" if job.traceable == job.processes else f"{job.traceable} of {job.processes}",
+        "framework": job.framework,
+        "scheduler": job.scheduler,
+    }
+
+
+def table(jobs: list[FleetJobAnswer]) -> PageTable:
+    """The table of jobs."""
+    empty = fragment[
+        p["No job runs on hosts of the fleet, as far as they say. Prepare one on a host where an agent runs:"],
+        command('eval "$(traceloom agent env)"'),
+        p["and start the program in that shell. ", code["TRACELOOM_JOB"], " names the job where no scheduler does."],
+    ]
+    return PageTable("jobs", "Jobs that run now", JOBS_COLUMNS, [row_of(job) for job in jobs], empty)
+
+
+def build_jobs_content(jobs: list[FleetJobAnswer]) -> PageContent:
+    """What is shown of them."""
+    ready = sum(job.traceable > 0 for job in jobs)
+    numbers = [
+        KeyNumber("Jobs", units.count(len(jobs)), "that run now"),
+        KeyNumber("Traceable", units.count(ready), "have processes that are prepared for traces"),
+        KeyNumber("Devices", units.count(sum(job.devices for job in jobs)), "that jobs hold"),
+        KeyNumber("Users", units.count(len({job.user for job in jobs if job.user})), "whose jobs run"),
+    ]
+    return PageContent("Jobs", [ContentSection("jobs", "Running now", table(jobs))], numbers=numbers if jobs else ())
+
+
+JOBS_PAGE = Page(
+    "/jobs",
+    "Jobs",
+    "Jobs that run now: whose they are, how fast they step, whether they can be traced.",
+    compute_jobs,
+    build_jobs_content,
+    live=True,
+    menu="Watch",
+)
+
+_DAY_NS = 24 * 3600 * 10**9
+_DAY = "/topline?since=1d"
+_SHOWN = 8  # of what is wrong, of each kind
+STATES: tuple[tuple[DeviceState, str, str], ...] = (
+    ("busy", "Busy", "compute"),
+    ("idle-allocated", "Held, idle", "communication"),
+    ("unallocated", "Free", "idle"),
+    ("unreachable", "Silent", "blocking"),
+)
+"""State of a device, how it is called, its colour group."""
+
+
+@dataclass(frozen=True)
+class FleetView:
+    """What the page shows."""
+
+    now: FleetNowAnswer
+    hosts: list[HostAnswer]
+    jobs: list[FleetJobAnswer]
+    failed: list[FleetRequestAnswer]  # requests of the last day
+    open: list[FleetRequestAnswer]
+    trouble: FleetTroubleAnswer | RequestError  # why it is not known
+
+
+async def compute_overview(visit: Visit) -> FleetView:
+    """Ask the routes."""
+    now = await visit.answer(FleetNowAnswer, "/api/v1/now")
+    hosts = await visit.answer(HostsAnswer, "/api/v1/hosts")
+    running = await visit.answer(FleetJobsAnswer, "/api/v1/jobs")
+    requests = (await visit.answer(FleetRequestsAnswer, "/api/v1/requests", query={"most": "1000"})).requests
+    since = time.time_ns() - _DAY_NS
+    ended = {"done", "cancelled", "partial", "failed"}
+    trouble: FleetTroubleAnswer | RequestError
+    try:
+        trouble = await visit.answer(FleetTroubleAnswer, "/api/v1/trouble")
+    except RequestError as error:  # it takes most work; what runs and who is silent are known without it
+        trouble = error
+    return FleetView(
+        now,
+        hosts.hosts,
+        running.jobs,
+        [r for r in requests if r.state == "failed" and r.since_ns > since],
+        [r for r in requests if r.state not in ended],
+        trouble,
+    )
+
+
+def build_overview_content(view: FleetView) -> PageContent:
+    """What is shown of it."""
+    now = view.now
+    wrong = _wrong(view)
+    sections = [
+        ContentSection("devices", "Devices now", _devices(view)),
+        ContentSection(
+            "wrong", "What is wrong", ul(".wrong")[wrong] if wrong else p(".quiet")["Nothing that is known of."]
+        ),
+        ContentSection("jobs", "Running now", table(view.jobs)),
+    ]
+    return PageContent(_answer(view), sections, numbers=_numbers(now, view.open))
+
+
+def _answer(view: FleetView) -> str:
+    devices = sum(view.now.devices.values())
+    if not view.now.hosts:
+        return "No host belongs to the fleet yet"
+    busy = view.now.devices.get("busy", 0)
+    hosts = units.count_of(view.now.hosts, "host")
+    if not devices:
+        return f"{hosts}, {units.count_of(len(view.jobs), 'job')}, no devices"
+    jobs_now = units.count_of(len(view.jobs), "job")
+    return f"{units.count(busy)} of {units.count_of(devices, 'device')} on {hosts} are busy, for {jobs_now}"
+
+
+def _numbers(now: FleetNowAnswer, requests: list[FleetRequestAnswer]) -> list[KeyNumber]:
+    day, about = now.topline, "of the device time that jobs held, last 24 h"
+    waiting = sum(now.tasks.get(state, 0) for state in ("received", "checked", "analysed"))
+    numbers = []
+    if day is not None:
+        if day.device_use is not None:
+            numbers.append(KeyNumber("Device use", units.share(day.device_use, 1.0), about, leads=_DAY))
+        if day.flop_rate is not None:
+            rate = units.flop_rate(day.flop_rate)
+            numbers.append(KeyNumber("FLOP/s", rate, "of a held device, at least, last 24 h", leads=_DAY))
+        if day.power_w is not None:
+            watts = f"{units.number(round(day.power_w))} W"
+            numbers.append(KeyNumber("Power", watts, "of a held device, last 24 h", leads=_DAY))
+    analysed = units.count(now.tasks.get("committed", 0))
+    return [
+        *numbers,
+        KeyNumber("Requests", units.count(len(requests)), "traces that are being taken", leads="/requests"),
+        KeyNumber("Captures", analysed, f"analysed; {units.count(waiting)} wait", leads="/captures"),
+    ]
+
+
+def _devices(view: FleetView) -> Node:
+    counts = view.now.devices
+    whole = sum(counts.values())
+    if not view.now.hosts:
+        return div(".empty")[
+            p["A host joins by a token that works once. Beside the service:"],
+            command("traceloom fleet token enrol node7 > node7.token"),
+            p["and on the host:"],
+            command("traceloom agent run --server URL --token-file node7.token"),
+        ]
+    if not whole:
+        return p(".quiet")["No host has devices."]
+    return bar([(name, colour, counts.get(state, 0)) for state, name, colour in STATES])
+
+
+def _wrong(view: FleetView) -> list[Node]:
+    """What to look at, of each kind the first, and how many there are more; what stops work stands first."""
+    lost = [host for host in view.hosts if host.lost]
+    troubled = [host for host in view.hosts if not host.lost and (host.trouble or host.stale_devices)]
+    unknown: list[Node] = []
+    trouble = view.trouble
+    if isinstance(trouble, RequestError):
+        unknown = [["Whether kernels became slower is not known now: ", trouble.message]]
+        trouble = FleetTroubleAnswer(slower=[], quarantined=[])
+    slower: dict[str, SlowerKernel] = {}
+    for kernel in trouble.slower:  # what costs most first, of each kernel once
+        slower.setdefault(kernel.kernel, kernel)
+    hung = [job.job for job in view.jobs if job.hung]
+    kinds: list[tuple[str, str, list[Node]]] = [
+        ("bad", "/jobs", [[a(href=to_job(job))[job], " hangs: it makes no steps any more"] for job in hung]),
+        ("bad", "/hosts", [_silent(host) for host in lost]),
+        ("warn", "/hosts", [_troubled(host) for host in troubled]),
+        ("bad", "/regressions", [_slower(kernel) for kernel in slower.values()]),
+        ("bad", "/requests?requests.q=failed", [
+            [a(href=to_request(of.id))[f"Trace of {of.wanted.job}"], f" failed: {of.detail or of.reason}"]
+            for of in view.failed
+        ]),
+        ("bad", "/captures?captures.q=quarantined", [
+            [a(href=to_capture(of.capture))[of.capture], f" could not be analysed: {of.error}"]
+            for of in trouble.quarantined
+        ]),
+        ("warn", "/regressions", unknown),
+    ]  # fmt: skip
+    return [
+        item
+        for look, href, items in kinds
+        for item in (
+            *(li(class_=look)[each] for each in items[:_SHOWN]),
+            li[a(href=href)[f"and {units.count(len(items) - _SHOWN)} more"]] if len(items) > _SHOWN else None,
+        )
+        if item is not None
+    ]
+
+
+def _silent(host: HostAnswer) -> Node:
+    link = a(href=to_host(host.host))[host.host]
+    if host.heard_ns is None:
+        return [link, " was not heard of since the service started"]
+    return [link, " was last heard of ", instant(host.heard_ns)]
+
+
+def _troubled(host: HostAnswer) -> Node:
+    silent = [f"{units.count_of(host.stale_devices, 'device')} silent"] if host.stale_devices else []
+    why = "; ".join([*silent, *(f"{name}: {why}" for name, why in sorted(host.trouble.items()))])
+    return [a(href=to_host(host.host))[host.host], f": {why}"]
+
+
+def _slower(kernel: SlowerKernel) -> Node:
+    change = to_change(Address("/", ""), msgspec.structs.asdict(kernel))
+    since = [" since ", instant(kernel.since_ns), f", in {units.count_of(kernel.jobs_after, 'job')}"]
+    return [a(href=change)[kernel.kernel], f" takes {times(kernel.change)}", since]
+
+
+OVERVIEW_PAGE = Page(
+    "/",
+    "Overview",
+    "The fleet now: devices by what they do, the topline of the last day, what is wrong, what runs.",
+    compute_overview,
+    build_overview_content,
+    live=True,
+    menu="Watch",
+)
+
+COLUMNS = (
+    PageColumn("host", "Host", link=lambda row: to_host(str(row["host"]))),
+    PageColumn("state", "State", "state", "lost: it was silent for a minute"),
+    PageColumn("heard_ns", "Heard", "instant", unknown="not since the service started"),
+    PageColumn("devices", "Devices", "count"),
+    PageColumn("stale_devices", "Silent", "count", "devices that cannot be read now"),
+    PageColumn("processes", "Processes", "count", "that matter: they hold devices, or belong to a job"),
+    PageColumn(
+        "jobs",
+        "Jobs",
+        unknown="no job runs there",
+        link=lambda row: to_host(str(row["host"])) if ", " in str(row["jobs"]) else to_job(str(row["jobs"])),
+    ),
+    PageColumn(
+        "clock_offset_ns", "Clock", "time", "how far its clock is behind that of the service", "not measured yet"
+    ),
+    PageColumn("clock_error_ns", "±", "time", "at most", "not measured yet"),
+    PageColumn("version", "Version", unknown="not heard of yet"),
+    PageColumn("trouble", "Trouble", unknown="it reports none"),
+)
+
+
+def state_of(host: HostAnswer) -> str:
+    """`here`, `lost` or `never`."""
+    return "never" if host.heard_ns is None else "lost" if host.lost else "here"
+
+
+async def compute_hosts(visit: Visit) -> list[HostAnswer]:
+    """Hosts, by name."""
+    return (await visit.answer(HostsAnswer, "/api/v1/hosts")).hosts
+
+
+def build_hosts_content(hosts: list[HostAnswer]) -> PageContent:
+    """What is shown of them."""
+    rows: list[PageRow] = [
+        {
+            "host": host.host,
+            "state": state_of(host),
+            "heard_ns": host.heard_ns,
+            "devices": host.devices,
+            "stale_devices": host.stale_devices,
+            "processes": host.processes,
+            "jobs": ", ".join(host.jobs),
+            "clock_offset_ns": host.clock_offset_ns,
+            "clock_error_ns": host.clock_error_ns,
+            "version": host.version,
+            "trouble": "; ".join(f"{name}: {why}" for name, why in sorted(host.trouble.items())),
+        }
+        for host in hosts
+    ]
+    empty = fragment[
+        p["No host belongs to the fleet yet. A host joins by a token that works once. Beside the service:"],
+        command("traceloom fleet token enrol node7 > node7.token"),
+        p["and on the host:"],
+        command("traceloom agent run --server URL --token-file node7.token"),
+    ]
+    lost = sum(host.lost for host in hosts)
+    silent = sum(host.stale_devices for host in hosts)
+    numbers = [
+        KeyNumber("Hosts", units.count(len(hosts)), "belong to the fleet"),
+        KeyNumber("Lost", units.count(lost), "were not heard of for a minute", "bad" if lost else ""),
+        KeyNumber("Devices", units.count(sum(host.devices for host in hosts)), "on them"),
+        KeyNumber("Silent", units.count(silent), "devices that cannot be read", "warn" if silent else ""),
+    ]
+    table = PageTable("hosts", "Hosts of the fleet", COLUMNS, rows, empty)
+    return PageContent("Hosts", [ContentSection("hosts", "By name", table)], numbers=numbers if hosts else ())
+
+
+def build_hosts_controls(visit: Visit, _hosts: list[HostAnswer]) -> Node:
+    """The form by which a host may join, for operators."""
+    if not visit.may("operator"):
+        return None
+    inside = form(method="post")[
+        div(".fields")[
+            text_field("host", "Host", "Its name; empty: any host.", value=visit.field("host"), maxlength="253"),
+            text_field("days", "Days", "For so many it may be used, once.", value=visit.field("days") or "1"),
+        ],
+        div(".buttons")[button(".primary", type="submit")["Make a token"]],
+    ]
+    return folded("join", "Let a host join", inside, is_open=bool(visit.form))
+
+
+async def handle_hosts_action(visit: Visit) -> Node:
+    """Make a token of enrolment, and show it, once.
+
+    Raises:
+        RequestError: `wrong-request`, `not-allowed`.
+    """
+    days = number_of(visit.field("days"), "the number of days", float) or 1.0
+    body = EnrolmentBody(host=visit.field("host"), days=days)
+    answer = await visit.answer(EnrolmentAnswer, "/api/v1/agents", method="POST", body=body)
+    return div(".notice", role="status")[
+        p["The token is shown only now. Put it into a file on ", code[answer.host] if answer.host else "the host", ":"],
+        command(answer.token),
+        p["and start the agent with it; URL is the address of this page, as far as the port:"],
+        command("traceloom agent run --server URL --token-file FILE"),
+    ]
+
+
+HOSTS_PAGE = Page(
+    "/hosts",
+    "Hosts",
+    "Hosts of the fleet: which are here, their devices, how far their clocks are off.",
+    compute_hosts,
+    build_hosts_content,
+    build_hosts_controls,
+    act=handle_hosts_action,
+    live=True,
+    menu="Watch",
+)
+
+_NOT_MEASURED = "the device does not measure it"
+DEVICE_COLUMNS = (
+    PageColumn("index", "Device", unknown="it has no number"),
+    PageColumn("state", "State", "state"),
+    PageColumn("model", "Model", unknown="the agent does not name it"),
+    PageColumn(
+        "jobs",
+        "Jobs",
+        unknown="no job holds it",
+        link=lambda row: "/jobs" if ", " in str(row["jobs"]) else to_job(str(row["jobs"])),
+    ),
+    PageColumn("busy", "Busy", "share", "share of time in which at least one kernel ran", _NOT_MEASURED),
+    PageColumn("sm_active", "SM active", "share", "cycles in which a multiprocessor had work", _NOT_MEASURED),
+    PageColumn("power_w", "Power, W", "number", "", _NOT_MEASURED),
+    PageColumn("memory", "Memory", "bytes", "in use", _NOT_MEASURED),
+    PageColumn("memory_limit", "Of", "bytes", "all memory of the device", _NOT_MEASURED),
+    PageColumn("uuid", "Id", "name"),
+    PageColumn("stale", "Why silent", unknown="it answers"),
+)
+PROCESS_COLUMNS = (
+    PageColumn("pid", "Process", "text"),
+    PageColumn("job", "Job", "name", unknown="it belongs to none", link=lambda row: to_job(str(row["job"]))),
+    PageColumn("rank", "Rank", "count", unknown="nothing says it"),
+    PageColumn("user", "User", unknown="nothing says it"),
+    PageColumn("account", "Account", unknown="nothing says it"),
+    PageColumn("devices", "Devices", "count", "that it holds"),
+    PageColumn("steps_per_second", "Steps/s", "number", unknown="nobody measures it"),
+    PageColumn("traceable", "Traces", "text", "whether it is prepared for traces on demand"),
+    PageColumn("framework", "Framework", unknown="no framework was seen"),
+)
+
+
+@dataclass(frozen=True)
+class HostView:
+    """What the page shows."""
+
+    detail: HostDetailAnswer
+    usage: list[UsageOfTime]
+
+
+async def compute_host(visit: Visit) -> HostView:
+    """Ask the routes."""
+    host = visit.names["host"]
+    detail = await visit.answer(HostDetailAnswer, "/api/v1/hosts/{host}", host=host)
+    used = await visit.answer(UsageAnswer, "/api/v1/usage", query={"host": host, "hours": "6"})
+    return HostView(detail, used.usage)
+
+
+def process_row(process: HostProcess) -> PageRow:
+    """A process as a row of `PROCESS_COLUMNS`."""
+    return {
+        "pid": process.pid,
+        "job": process.job,
+        "rank": process.rank,
+        "user": process.user,
+        "account": process.account,
+        "devices": len(process.devices),
+        "steps_per_second": process.steps_per_second,
+        "traceable": "prepared" if process.polls else "not prepared",
+        "framework": process.framework,
+    }
+
+
+def usage_picture(usage: list[UsageOfTime], label: str) -> Node:
+    """Device time by state over time."""
+    by_state: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    for row in usage:
+        by_state[row.state][row.time_ns] += row.device_ms
+    times = sorted({row.time_ns for row in usage})
+    parts = {(name, colour): by_state[state] for state, name, colour in STATES if state in by_state}
+    return areas(times, 60 * 10**9, parts, label)
+
+
+def build_host_content(view: HostView) -> PageContent:
+    """What is shown of it."""
+    host, devices = view.detail.host, view.detail.devices
+    rows = [process_row(process) for process in view.detail.processes]
+    is_heard = host.heard_ns is not None
+    without_devices: Node = [
+        "It has none that its agent can read; on the host ",
+        code["traceloom agent doctor"],
+        " says why.",
+    ]
+    if not is_heard:
+        without_devices = [
+            "Its agent was not heard of since the service started. On the host ", code["traceloom agent status"],
+            " says whether it runs, and how the service answers it.",
+        ]  # fmt: skip
+    trouble = [li(".warn")[f"{name}: {why}"] for name, why in sorted(host.trouble.items())]
+    sections = [
+        ContentSection("trouble", "Trouble", ul(".wrong")[trouble]) if trouble else None,
+        ContentSection(
+            "devices",
+            "Devices",
+            PageTable(
+                "devices",
+                "Devices of the host",
+                DEVICE_COLUMNS,
+                [_device_row(device) for device in devices],
+                without_devices,
+            ),
+        ),
+        ContentSection(
+            "processes",
+            "Processes",
+            PageTable(
+                "processes",
+                "Processes of the host",
+                PROCESS_COLUMNS,
+                rows,
+                "No process there holds a device or belongs to a job." if is_heard else "Nothing was heard of it yet.",
+            ),
+        ),
+        ContentSection(
+            "usage", "Device time, last 6 h", usage_picture(view.usage, f"Device time of {host.host} by state")
+        )
+        if devices
+        else None,
+    ]
+    busy = sum(device.state == "busy" for device in devices)
+    offset, error = host.clock_offset_ns, host.clock_error_ns
+    numbers = [
+        KeyNumber(
+            "State",
+            state_mark(state_of(host)),
+            fragment["heard ", instant(host.heard_ns)]
+            if host.heard_ns is not None
+            else "not since the service started",
+        ),
+        KeyNumber("Devices", units.count(len(devices)), f"{units.count(busy)} busy"),
+        KeyNumber("Processes", units.count(host.processes), units.count_of(len(host.jobs), "job")),
+        KeyNumber(
+            "Clock",
+            "–" if offset is None else units.duration(abs(offset)),
+            "not measured yet"
+            if error is None or offset is None
+            else f"{'ahead of' if offset < 0 else 'behind'} the service, ± {units.duration(error)}",
+        ),
+        KeyNumber("Agent", host.version or "–", "its version"),
+    ]
+    return PageContent(host.host, [part for part in sections if part], above=[("Hosts", "/hosts")], numbers=numbers)
+
+
+def _device_row(device: DeviceNow) -> PageRow:
+    values = device.values
+    memory, limit = values.get("gpu_memory_used_bytes"), values.get("gpu_memory_limit_bytes")
+    power = values.get("gpu_power_watts")
+    return {
+        "index": device.index,
+        "state": device.state,
+        "model": device.model,
+        "jobs": ", ".join(device.jobs),
+        "busy": values.get(BUSY),
+        "sm_active": values.get("gpu_sm_active_ratio"),
+        "power_w": None if power is None else round(power),
+        "memory": None if memory is None else int(memory),
+        "memory_limit": None if limit is None else int(limit),
+        "uuid": device.device,
+        "stale": device.stale,
+    }
+
+
+def build_host_controls(visit: Visit, view: HostView) -> Node:
+    """Let it go, for operators."""
+    if not visit.may("operator"):
+        return None
+    question = p["Its agent is refused from then on; what it sent is kept."]
+    return sure(f"Remove {view.detail.host.host}", question, {"do": "remove"})
+
+
+async def handle_host_action(visit: Visit) -> str:
+    """Let the host belong to the fleet no more.
+
+    Raises:
+        RequestError: `not-allowed`, `no-such-host`.
+    """
+    await visit.answer(RemovedHostAnswer, "/api/v1/hosts/{host}", method="DELETE", host=visit.names["host"])
+    return "/hosts"
+
+
+HOST_PAGE = Page(
+    "/hosts/{host}",
+    "Host",
+    "One host: its devices and what they measure, processes and whose they are, device time.",
+    compute_host,
+    build_host_content,
+    build_host_controls,
+    act=handle_host_action,
+    live=True,
+)

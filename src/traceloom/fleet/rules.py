@@ -1,0 +1,266 @@
+"""Owners.toml, prices.toml, triggers.toml."""
+
+from __future__ import annotations
+
+import re
+import sys
+from datetime import date, datetime, timezone
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated, Literal, TypeAlias, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from traceloom.agent.config import parsed
+from traceloom.agent.fleet_link.protocol import HostProcess
+from traceloom.agent.traces.requests import ProfilerName, Wanted
+from traceloom.errors import InputError, nearest, unreadable
+from traceloom.fleet.store.schema import DIMENSIONS
+from traceloom.server.settings import ConfigTable
+from traceloom.system.files import read_small
+from traceloom.system.text import NAME
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # pragma: no cover - the tests run on newer ones
+    import tomli as tomllib
+
+MOST_BYTES = 1 << 22
+_MATCHED = ("job", "scheduler", *DIMENSIONS)
+_LABEL = re.compile(r"label\.[A-Za-z0-9_./-]{1,100}")
+_Amount = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+_Text = Annotated[str, msgspec.Meta(min_length=1, max_length=500)]
+
+
+class OwnerRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"first": "from"}):
+    """`[[rule]]`: whose the jobs are that match.
+
+    Attributes:
+        match: `job`, `scheduler`, a dimension or `label.NAME` -> pattern with `*` and `?`. All have to match what the
+            job itself says; without any, every job does.
+        set: Dimension -> value.
+        first: The first day in UTC on which it holds, `from` in the file; None: always.
+        until: The first day on which it does not any more; None: never.
+    """
+
+    set: dict[str, _Text]
+    match: dict[str, _Text] = {}
+    first: date | None = None
+    until: date | None = None
+
+    def __post_init__(self) -> None:
+        if strange := sorted(name for name in self.match if name not in _MATCHED and not _LABEL.fullmatch(name)):
+            raise ValueError(f"no job is matched by `{strange[0]}`, but by {', '.join(_MATCHED)}, label.NAME")
+        if strange := sorted(set(self.set) - set(DIMENSIONS)):
+            raise ValueError(f"`{strange[0]}` is not what a rule sets: {', '.join(DIMENSIONS)}")
+        if self.from_ns >= self.until_ns:
+            raise ValueError("it ends before it begins")
+
+    @property
+    def from_ns(self) -> int:
+        """From when on, Unix time."""
+        return EARLIEST if self.first is None else _ns(self.first)
+
+    @property
+    def until_ns(self) -> int:
+        """When it ends."""
+        return LATEST if self.until is None else _ns(self.until)
+
+
+class Prices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`prices.toml`: what hours and energy cost.
+
+    Attributes:
+        currency: Such as EUR.
+        per_kwh: What a kilowatt hour costs, beside the device hour; None: it is in the price of the hour.
+        co2_g_per_kwh: Grams of CO2 of a kilowatt hour; None: not known.
+        device_hour: Model of a device, or `default`, -> what an hour of it costs.
+    """
+
+    currency: _Text
+    per_kwh: _Amount | None = None
+    co2_g_per_kwh: _Amount | None = None
+    device_hour: dict[str, _Amount] = {}
+
+    @property
+    def of_models(self) -> dict[str, float]:
+        """The prices of models that are named."""
+        return {name: price for name, price in self.device_hour.items() if name != "default"}
+
+
+class _OwnersDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    rule: Annotated[tuple[OwnerRule, ...], msgspec.Meta(max_length=1_000)] = ()
+
+
+EARLIEST, LATEST = -(1 << 62), 1 << 62
+"""Before and after all times, ns."""
+_Kind = TypeVar("_Kind", _OwnersDocument, Prices)
+
+
+def read_rules(path: Path) -> tuple[OwnerRule, ...]:
+    """The rules of `owners.toml`; of those that match and say something of a dimension the first counts.
+
+    Raises:
+        InputError: `unreadable`, `bad-owners`.
+    """
+    return rules_of(_bytes_of(path), str(path))
+
+
+def rules_of(text: str | bytes, where: str = "") -> tuple[OwnerRule, ...]:
+    """The same from the text of the file, which lies there.
+
+    Raises:
+        InputError: `bad-owners`.
+    """
+    return _converted(text, _OwnersDocument, slug="bad-owners", where=where).rule
+
+
+def read_prices(path: Path) -> Prices:
+    """The prices of `prices.toml`.
+
+    Raises:
+        InputError: `unreadable`, `bad-prices`.
+    """
+    return prices_of(_bytes_of(path), str(path))
+
+
+def prices_of(text: str | bytes, where: str = "") -> Prices:
+    """The same from the text of the file, which lies there.
+
+    Raises:
+        InputError: `bad-prices`.
+    """
+    return _converted(text, Prices, slug="bad-prices", where=where)
+
+
+def _bytes_of(path: Path) -> bytes:
+    try:
+        return read_small(path, MOST_BYTES)
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def _converted(text: str | bytes, kind: type[_Kind], *, slug: str, where: str) -> _Kind:
+    try:
+        return msgspec.convert(tomllib.loads(text if isinstance(text, str) else text.decode()), kind)
+    except (ValueError, RecursionError) as error:  # what is no TOML, no UTF-8, or has a wrong key
+        raise InputError(f"the file is not what it should be: {error}", slug=slug, where=where) from error
+
+
+def _ns(day: date) -> int:
+    return int(datetime(day.year, day.month, day.day, tzinfo=timezone.utc).timestamp()) * 1_000_000_000
+
+
+USUAL_STEPS = 3
+LABELS = ("job", "user", "account", "scheduler", "framework")
+_DAY_S = 86_400.0
+_MOST_RULES = 100
+Share: TypeAlias = Annotated[float, Meta(gt=0, le=1)]
+
+
+class FleetRule(ConfigTable, frozen=True, kw_only=True, tag_field="on"):
+    """What every rule says: of which jobs (`where`, with * and ?), whom of a job, how, and how often at most.
+
+    `target`: all ranks of the job, or the slowest and one in the middle, by the steps that hosts tell of; `ranks` and
+    `hosts`: these alone. Without `steps` and `duration` it is three steps. `cooldown`: seconds, of the rule and a job.
+    """
+
+    name: Annotated[str, Meta(pattern=NAME)]
+    where: dict[str, str] = msgspec.field(default_factory=dict)
+    target: Literal["job", "slowest-and-median"] = "job"
+    ranks: Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(max_length=1024)] = ()
+    hosts: Annotated[tuple[str, ...], Meta(max_length=1024)] = ()
+    profilers: Annotated[tuple[ProfilerName, ...], Meta(min_length=1, max_length=7)] = ("timeline",)
+    steps: Annotated[int, Meta(ge=1, le=1000)] | None = None
+    duration: Annotated[float, Meta(gt=0, le=60)] | None = None
+    shapes: bool = False
+    stacks: bool = False
+    cooldown: Annotated[float, Meta(gt=0, le=7 * _DAY_S)] = 3600.0
+
+    def __post_init__(self) -> None:
+        if self.steps is not None and self.duration is not None:
+            raise ValueError(f"`{self.name}` has both `steps` and `duration`")
+        for label in self.where:
+            if label not in LABELS:
+                hint = nearest(label, LABELS)
+                raise ValueError(f"`{self.name}` has `where.{label}`; {hint}it may have {', '.join(LABELS)}")
+
+    def takes(self, process: HostProcess) -> bool:
+        """Whether a process is of a job that the rule is about."""
+        return all(fnmatchcase(getattr(process, label), pattern) for label, pattern in self.where.items())
+
+    def wanted(self, job: str) -> Wanted:
+        """What is asked for."""
+        steps = USUAL_STEPS if self.steps is None and self.duration is None else self.steps
+        return Wanted(
+            job=job, ranks=self.ranks, profilers=self.profilers, steps=steps, duration_s=self.duration,
+            shapes=self.shapes, stacks=self.stacks,
+        )  # fmt: skip
+
+
+class FleetCadenceRule(FleetRule, frozen=True, kw_only=True, tag="cadence"):
+    """Each day (UTC) a share of the jobs, once each, within their first hour of the day."""
+
+    share: Share
+
+
+class UsageRule(FleetRule, frozen=True, kw_only=True, tag="usage"):
+    """A job computes in less than a share of its device time, in the last whole minutes that hosts told of."""
+
+    busy_below: Share
+    minutes: Annotated[int, Meta(ge=1, le=1440)] = 15
+
+
+class FindingTriggerRule(FleetRule, frozen=True, kw_only=True, tag="finding"):
+    """A capture of a job, which no rule asked for, has a finding that saves at least a share of the step."""
+
+    slug: Annotated[str, Meta(min_length=1, max_length=100)]
+    saving: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    cooldown: Annotated[float, Meta(gt=0, le=7 * _DAY_S)] = _DAY_S
+
+
+class RegressionRule(FleetRule, frozen=True, kw_only=True, tag="regression"):
+    """A kernel became slower by at least this share, which was not known before: a job that shows it is traced."""
+
+    by: Annotated[float, Meta(gt=0)] = 0.05
+
+
+AnyFleetRule: TypeAlias = FleetCadenceRule | UsageRule | FindingTriggerRule | RegressionRule
+
+
+class FleetBudget(ConfigTable, frozen=True):
+    """What all traces of rules may cost together, in any 24 hours."""
+
+    traces_per_day: Annotated[int, Meta(ge=1)] = 50
+    mb_per_day: Annotated[float, Meta(gt=0)] = 20_000.0
+    mb_per_trace: Annotated[float, Meta(gt=0)] = 200.0  # of each process and profiler; set aside until it is measured
+    share: Share = 0.01  # of the steps of a job
+
+
+class FleetRules(ConfigTable, frozen=True):
+    """All rules, and the budget that they share."""
+
+    triggers: tuple[AnyFleetRule, ...] = ()
+    budget: FleetBudget = FleetBudget()
+
+    def __post_init__(self) -> None:
+        if len(self.triggers) > _MOST_RULES:
+            raise ValueError(f"there are more than {_MOST_RULES} triggers")
+        names = [rule.name for rule in self.triggers]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"two triggers have the name `{twice[0]}`")
+
+    @classmethod
+    def of(cls, text: str) -> FleetRules:
+        """Read a document.
+
+        Raises:
+            InputError: `wrong-config`.
+        """
+        return parsed(text, cls, "the rules")
+
+
+def on(rule: FleetRule) -> str:
+    """The kind of a rule, as `on` names it."""
+    return str(rule.__struct_config__.tag)

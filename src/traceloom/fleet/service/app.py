@@ -1,0 +1,179 @@
+"""The application of the service: the routes, and before them who asks, what they may, and how often."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route as Endpoint
+
+from traceloom.errors import TraceloomError
+from traceloom.fleet.handlers.admin import RULE_ROUTES, TRIGGER_ROUTES, WEBHOOK_ROUTES
+from traceloom.fleet.handlers.captures import (
+    COMPACTION_ROUTES,
+    COMPARE_ROUTES,
+    FLEET_ROUTES,
+    FleetAsked,
+    FleetRoute,
+    may,
+)
+from traceloom.fleet.handlers.hosts import AGENTS, HOST_ROUTES, REQUEST_ROUTES, STATEMENT_ROUTES
+from traceloom.fleet.handlers.now import LIVE_ROUTES, WATCH_ROUTES
+from traceloom.fleet.questions.catalogue import QUESTION_ROUTES
+from traceloom.fleet.store.captures import Role, TokenRecord
+from traceloom.server.access import Rates
+from traceloom.server.problem import DOCUMENT_PATH, RequestError, other_api_version, refusal_response, refusals
+from traceloom.server.routing import document
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from traceloom.fleet.service.service import Service
+
+ROUTES = (
+    *FLEET_ROUTES,
+    *COMPARE_ROUTES,
+    *REQUEST_ROUTES,
+    *WATCH_ROUTES,
+    *HOST_ROUTES,
+    *STATEMENT_ROUTES,
+    *TRIGGER_ROUTES,
+    *WEBHOOK_ROUTES,
+    *QUESTION_ROUTES,
+    *RULE_ROUTES,
+    *LIVE_ROUTES,
+    *COMPACTION_ROUTES,
+)
+_OPEN = {"/healthz"}
+_STRANGER = TokenRecord(name="", role="viewer", created_ns=0, expires_ns=0, revoked_ns=0)
+_HINT = "come again later, or less often"
+
+
+class FleetGuard:
+    """In front of the routes: who asks, by their token, and whether they ask too often."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self.app, self.service = app, service
+        self.rates = Rates(service.limits.requests_per_second, hint=_HINT)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, and count it."""
+        code = 500
+
+        async def counted(message: Message) -> None:
+            nonlocal code
+            if message["type"] == "http.response.start":
+                code = message["status"]
+            await send(message)
+
+        try:
+            scope["state"]["token"] = await self._token(scope, Headers(scope=scope))
+            await self.app(scope, receive, counted)
+        except RequestError as refusal:
+            await refusal_response(refusal)(scope, receive, counted)
+        except TraceloomError as error:
+            await refusal_response(unavailable(error))(scope, receive, counted)
+        finally:
+            self.service.requests.labels(scope["state"].get("route", "other"), code).inc()
+
+    async def _token(self, scope: Scope, headers: Headers) -> TokenRecord:
+        address = f"tcp {(scope['client'] or ('',))[0]}"
+        if other := other_api_version(scope["path"], "the service"):
+            self.rates.take(address)
+            raise other
+        if scope["path"].startswith(AGENTS):  # hosts show a credential of their own, which their routes check
+            host = scope["path"].removeprefix(AGENTS).partition("/")[0]
+            self.rates.take(address if host == "enrol" else f"host {host}")
+            return _STRANGER
+        scheme, _, secret = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            self.rates.take(address)
+            if scope["path"] in _OPEN:
+                return _STRANGER
+            raise RequestError(
+                401, "a token is needed", slug="unknown-token",
+                hint="commands take it from --token-file or TRACELOOM_TOKEN, programs send "
+                "`Authorization: Bearer TOKEN`; `traceloom fleet token add` makes one",
+            )  # fmt: skip
+        token = await asyncio.to_thread(self.service.state.token, secret.strip())
+        if token is None:
+            self.rates.take(address)
+            raise RequestError(
+                401, "this token is none of ours, has expired or was revoked", slug="unknown-token",
+                hint="`traceloom fleet token add` makes one",
+            )  # fmt: skip
+        self.rates.take(f"token {token.name}")
+        return token
+
+
+def unavailable(error: TraceloomError) -> RequestError:
+    """A trouble of the state or a store, which the client need not know more of."""
+    return RequestError(503, error.message, slug=error.slug, hint="its administrator sees more", retry_s=5)
+
+
+async def answered(route: FleetRoute, asked: FleetAsked) -> msgspec.Struct | Response:
+    """What a route answers to who may ask it; `asked.request.state.what` is what the audit says of it.
+
+    Raises:
+        RequestError: It is refused: `not-allowed` for who has another role, `no-such-route` for names that no
+            database keeps.
+    """
+    if any("\0" in str(name) for name in asked.request.path_params.values()):
+        raise RequestError(404, "nothing has a name with a NUL", slug="no-such-route")
+    await check_role(asked, route.role)
+    try:
+        answer = route.answers(asked)
+        return await answer if isinstance(answer, Awaitable) else answer
+    except RequestError:
+        raise
+    except TraceloomError as error:
+        raise unavailable(error) from error
+
+
+async def check_role(asked: FleetAsked, role: Role | None) -> None:
+    """Refuse, and put into the audit, who may not do what needs a role.
+
+    Raises:
+        RequestError: `not-allowed`.
+    """
+    if role is not None and not may(asked.token, role):
+        await asyncio.to_thread(asked.service.state.note, asked.token.name, asked.request.state.what, "not-allowed")
+        raise RequestError(403, f"this needs the role {role}, and the token has {asked.token.role}", slug="not-allowed")
+
+
+def build_fleet_app(service: Service) -> ASGIApp:
+    """The application that answers for a service."""
+
+    def endpoint(route: FleetRoute) -> Callable[[Request], Awaitable[Response]]:
+        async def respond(request: Request) -> Response:
+            request.state.route, request.state.what = route.path, f"{route.method} {request.url.path}"
+            answer = await answered(route, FleetAsked(service, request))
+            if isinstance(answer, Response):
+                return answer
+            return Response(msgspec.json.encode(answer), media_type="application/json")
+
+        return respond
+
+    described = msgspec.json.encode(
+        document(ROUTES, "Traceloom fleet", "Captures of whole jobs, analysed by themselves.")
+    )
+
+    async def openapi(_request: Request) -> Response:
+        return Response(described, media_type="application/json")
+
+    paths = [DOCUMENT_PATH, *(route.path for route in ROUTES)]
+    app = Starlette(
+        routes=[
+            Endpoint(DOCUMENT_PATH, openapi),
+            *(Endpoint(route.path, endpoint(route), methods=[route.method]) for route in ROUTES),
+        ],
+        exception_handlers=refusals(paths, "the service"),
+    )
+    app.router.redirect_slashes = False  # a redirect is no answer to clients
+    return FleetGuard(app, service)

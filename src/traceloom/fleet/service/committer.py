@@ -1,0 +1,298 @@
+"""Rows of captures, usage minutes, job facts into the tables, exactly once.
+
+Libraries of tables take as much memory as all else that the service has, and what a commit needs they keep. So the
+service has a process of its own write; it ends when there was nothing to do for a while.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from datetime import date
+
+import msgspec
+import polars as pl
+
+from traceloom import errors
+from traceloom.agent.fleet_link.protocol import HostProcess, UsageRow
+from traceloom.errors import OutputError, TraceloomError
+from traceloom.fleet.service.worker import jobs_from
+from traceloom.fleet.store.captures import State, TaskRecord
+from traceloom.fleet.store.hosts import JobFacts
+from traceloom.fleet.store.objects import Objects
+from traceloom.fleet.store.schema import MINUTE_MS, day_of, hours, minutes
+from traceloom.fleet.store.tables import Tables, unpacked_rows
+from traceloom.system.processes import WorkerProcess
+
+MAX_JOBS_IN_BATCH = 20_000  # changes
+_MOST_LABELS = 100
+_MOST_TEXT = 500  # signs of a label, of a host that may be anybody's
+
+
+def said_of_jobs(processes: Mapping[str, list[HostProcess]]) -> dict[str, JobFacts]:
+    """Job -> what its processes say of it: of each fact the first that says something, by host and rank.
+
+    Args:
+        processes: Host -> its processes.
+    """
+    members: dict[str, list[HostProcess]] = defaultdict(list)
+    for host in sorted(processes):
+        for process in sorted(processes[host], key=lambda process: (process.rank is None, process.rank, process.key)):
+            if process.job and "\0" not in process.job:  # which no database keeps
+                members[process.job].append(process)
+    facts = {}
+    for job, of_job in members.items():
+        labels: dict[str, str] = {}
+        for process in of_job:
+            for name, text in process.labels.items():
+                if len(labels) < _MOST_LABELS:
+                    labels.setdefault(name[:_MOST_TEXT], text[:_MOST_TEXT])
+        first = {
+            name: next((text for process in of_job if (text := getattr(process, name))), "")
+            for name in ("scheduler", "user", "framework")
+        }
+        facts[job] = JobFacts(**first, labels=dict(sorted(labels.items())))
+    return facts
+
+
+def said_by_captures(captures: pl.DataFrame) -> dict[tuple[str, int], JobFacts]:
+    """Job and start of a capture -> what the capture says of the job.
+
+    Args:
+        captures: Rows of this table.
+    """
+    rows = captures.filter(pl.col("job").is_not_null() & pl.col("torch").is_not_null()).select("job", "start_ns")
+    return {(job, start_ns): JobFacts(framework="pytorch") for job, start_ns in rows.sort("start_ns").iter_rows()}
+
+
+def commit_jobs(state: State, tables: Tables, term: str) -> int:
+    """Put a batch of changes into the tables, exactly once; how many there were.
+
+    `term`: by which this service leads.
+    """
+    batch = state.open_job_facts(MAX_JOBS_IN_BATCH, term)
+    if batch is None:
+        return 0
+    number, waiting = batch
+    rows = [
+        {
+            "day": day_of(said.since_ns), "job": said.job, "valid_from_ns": said.since_ns,
+            **{name: value or None for name, value in msgspec.structs.asdict(said.facts).items() if name != "labels"},
+            "labels": msgspec.json.encode(said.facts.labels).decode() if said.facts.labels else None,
+        }
+        for said in waiting
+    ]  # fmt: skip
+    tables.commit(f"jobs {state.identity}", number, {"jobs": pl.DataFrame(rows, infer_schema_length=None)})
+    state.close_job_facts(number, term)
+    return len(waiting)
+
+
+MAX_USAGE_ROWS_IN_BATCH = 20_000  # minutes of hosts
+_MOST_SILENT = 7 * 1440  # minutes of a host that was away, which are told to be unreachable
+_MINUTE_NS = MINUTE_MS * 1_000_000
+_SEEN = {
+    "time_ns": pl.Int64, "host": pl.String, "device": pl.String, "device_model": pl.String, "job": pl.String,
+    "state": pl.String, "device_ms": pl.Int64, "busy_ms": pl.Int64, "energy_mj": pl.Int64, "flops_low": pl.Float64,
+    "flops_high": pl.Float64, "input_bytes": pl.Int64,
+}  # fmt: skip
+
+
+def commit_usage(state: State, tables: Tables, term: str) -> int:
+    """Put a batch of minutes into the tables, exactly once; how many there were. `term`: by which this service leads.
+
+    A host sends its minutes in order, so those that it left out it will never send: its devices were unreachable then.
+    """
+    batch = state.open_usage(MAX_USAGE_ROWS_IN_BATCH, term)
+    if batch is None:
+        return 0
+    number, waiting = batch
+    seen, silent = [], []
+    for of_host in waiting:
+        rows = msgspec.json.decode(of_host.document, type=list[UsageRow])
+        seen += [
+            (
+                of_host.minute * _MINUTE_NS, of_host.host, row.device, row.device_model or None, row.job or None,
+                row.state, row.device_ms, row.busy_ms, row.energy_mj, row.flops_low, row.flops_high, row.input_bytes,
+            )
+            for row in rows
+        ]  # fmt: skip
+        devices = {row.device: row.device_model or None for row in rows}
+        silent += [
+            (minute * _MINUTE_NS, of_host.host, device, model)
+            for minute in range(max(of_host.since, of_host.minute - _MOST_SILENT), of_host.minute)
+            for device, model in devices.items()
+        ]
+    due = pl.DataFrame(silent, schema=dict(list(_SEEN.items())[:4]), orient="row")
+    of_minutes = minutes(pl.DataFrame(seen, schema=_SEEN, orient="row"), due)
+    tables.commit(f"usage {state.identity}", number, {"usage_minute": of_minutes, "usage_hour": hours(of_minutes)})
+    state.close_usage(number, term)
+    return len(waiting)
+
+
+MOST_IN_BATCH = 64
+IDLE_S = 15.0
+
+
+class TableWriter:
+    """Writes in this process.
+
+    Args:
+        state: What waits.
+        objects: Where rows of captures are until they are in the tables.
+        tables: Where rows go.
+    """
+
+    def __init__(self, state: State, objects: Objects, tables: Tables) -> None:
+        self.state, self.objects, self.tables = state, objects, tables
+
+    def create(self) -> None:
+        """Make the tables that are not there; errors as of `Tables.create`."""
+        self.tables.create()
+
+    def commit(self, term: str, *, minutes: bool = True) -> int:
+        """Put a batch into the tables: of captures, or where none wait of minutes or jobs; how many there were.
+
+        Args:
+            term: By which this service leads.
+            minutes: Whether minutes and jobs are due.
+
+        Raises:
+            TraceloomError: `not-leading`, or a store does not answer.
+        """
+        batch = self.state.open_batch(MOST_IN_BATCH, term)
+        if batch is None:
+            if not minutes:
+                return 0
+            return commit_usage(self.state, self.tables, term) or commit_jobs(self.state, self.tables, term)
+        frames: dict[str, list[pl.DataFrame]] = defaultdict(list)
+        for task in batch.tasks:
+            for name, frame in unpacked_rows(b"".join(self.objects.chunks(rows_of(task))), task.capture).items():
+                frames[name].append(frame)
+        replaced = [task.capture for task in batch.tasks] if batch.again else []
+        rows = {name: pl.concat(parts) for name, parts in frames.items()}
+        for (job, start_ns), facts in said_by_captures(rows["captures"]).items():
+            self.state.say_of_jobs({job: facts}, start_ns)
+        self.tables.commit(f"captures {self.state.identity}", batch.number, rows, replaced)
+        self.state.close_batch(batch.number, term)
+        for task in batch.tasks:
+            self.objects.delete(rows_of(task))
+        return len(batch.tasks)
+
+    def compact(self, today: date) -> None:
+        """Do what is to be done to the tables once a day; errors as of `Tables.compact`."""
+        self.tables.compact(today)
+
+    def rest(self) -> None:
+        """There is nothing to do now."""
+
+    def close(self) -> None:
+        """Nothing is to be written any more."""
+
+
+class WriterProcess:
+    """Writes in a process of its own, which is started when there is something to write. Methods as of `TableWriter`.
+
+    Args:
+        state: Address of the state.
+        store: Address of files and tables.
+        idle_s: After how long without anything to write it ends.
+    """
+
+    def __init__(self, state: str, store: str, idle_s: float = IDLE_S) -> None:
+        self._stores = {"state": state, "store": store}
+        self._idle_s = idle_s
+        self._lock = threading.Lock()
+        self._worker: WorkerProcess | None = None
+        self._used_s = 0.0  # of the monotonic clock
+
+    def create(self) -> None:
+        """Make the tables that are not there."""
+        self._ask("create")
+
+    def commit(self, term: str, *, minutes: bool = True) -> int:
+        """Put a batch into the tables; how many there were."""
+        return self._ask("commit", term=term, minutes=minutes)
+
+    def compact(self, today: date) -> None:
+        """Do what is to be done to the tables once a day."""
+        self._ask("compact", today=today.isoformat())
+
+    def rest(self) -> None:
+        """There is nothing to do now: after a while the process ends."""
+        with self._lock:
+            if time.monotonic() - self._used_s > self._idle_s:
+                self._end()
+
+    def close(self) -> None:
+        """Nothing is to be written any more."""
+        with self._lock:
+            self._end()
+
+    def _ask(self, what: str, **arguments: str | bool) -> int:
+        """Ask the process to do something; what it counts.
+
+        Raises:
+            OutputError: `cannot-write`: the process was killed, or cannot be started.
+            TraceloomError: Of the state or a store.
+        """
+        with self._lock:
+            try:
+                if self._worker is None:
+                    self._worker = WorkerProcess("traceloom.fleet.service.committer")
+                    self._worker.send(self._stores)
+                self._worker.send({"do": what, **arguments})
+                answer = next(self._worker.answers(), None)
+            except (OSError, ValueError) as error:  # no process is to be had, or it was cut while it wrote
+                self._end()
+                raise OutputError(f"no process writes the tables: {error}", slug="cannot-write") from error
+            self._used_s = time.monotonic()
+            if answer is None:
+                code = self._worker.ended()
+                self._worker = None
+                raise OutputError(f"the process that writes the tables ended: {code}", slug="cannot-write")
+        if "slug" in answer:
+            kind = answer.pop("kind")
+            raise getattr(errors, kind)(answer.pop("message"), **answer)
+        return int(answer["count"])
+
+    def _end(self) -> None:
+        if self._worker is not None:
+            self._worker.kill()
+            self._worker.ended()
+        self._worker = None
+
+
+def rows_of(task: TaskRecord) -> str:
+    """Where rows of a capture are until they are in the tables."""
+    return f"analysed/{task.id}.zip"
+
+
+def main() -> None:
+    """Write as this process is told by lines of JSON, until whoever started it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches all; the service ends this one
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what a library prints is no answer
+    jobs = jobs_from(sys.stdin)
+    where = next(jobs)
+    writer: TableWriter | None = None
+    for job in jobs:
+        answer: dict[str, str | int] = {"count": 0}
+        try:
+            if writer is None:
+                writer = TableWriter(State(where["state"]), Objects(where["store"]), Tables(where["store"]))
+            if job["do"] == "commit":
+                answer["count"] = writer.commit(job["term"], minutes=job["minutes"])
+            elif job["do"] == "compact":
+                writer.compact(date.fromisoformat(job["today"]))
+            else:
+                writer.create()
+        except TraceloomError as error:
+            answer = {"kind": type(error).__name__, **error.to_dict()}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()

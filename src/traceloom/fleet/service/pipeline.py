@@ -1,0 +1,279 @@
+"""The way of a capture: `received → checked → analysed → committed`.
+
+Threads take tasks under leases, have an engine work on them, and keep what it gives; one committer for all services
+that share a state puts rows of many captures into the tables at once. Each step can be done again: files are written
+under names that say what they hold, and a batch has a number that the tables note. So a service that is killed loses
+and doubles nothing: tasks it held are taken again when their leases end, and its batch is committed by whoever leads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import wait
+from typing import Literal
+
+from traceloom import __version__
+from traceloom.errors import TraceloomError
+from traceloom.fleet.service.committer import MOST_IN_BATCH, TableWriter, WriterProcess, rows_of
+from traceloom.fleet.service.tasks import BASE, NEW, Engine, EngineTask, TaskError, TaskFile, TaskName
+from traceloom.fleet.store.captures import CaptureRecord, State, TaskRecord
+from traceloom.fleet.store.database import LEADER
+from traceloom.fleet.store.objects import Objects
+from traceloom.fleet.store.schema import day_of
+from traceloom.fleet.store.tables import Tables, unpacked_rows
+
+COMMIT_S = 5.0
+_ROUNDS = 12  # of which minutes and jobs wait for one: else a thousand hosts make a small file every five seconds
+_ROUNDS_OF_MANY = 60
+_MANY = 500  # minutes of hosts at once
+LEASE_S = 30.0
+TASK_S = 1800.0
+"""How long a task may take."""
+READ_S = 6 * 3600
+"""How long a signed address of a file works: a task may wait for a worker before it fetches."""
+
+_DAY_NS = 86_400 * 10**9
+_NIGHT_NS = 2 * 3_600 * 10**9  # after midnight in UTC, when hosts have sent the last minutes of the day
+_COMPACTED = "compacted"  # the number of the day on which the tables were compacted last
+_POLL_S = 0.5  # between looks for a task, where there was none
+_TROUBLE_S = 5.0  # before the next try, where the state or a store does not answer
+
+_log = logging.getLogger(__name__)
+
+
+def folder_of(capture: CaptureRecord) -> str:
+    """Where the files of a capture are kept."""
+    return f"captures/{capture.day}/{capture.id}"
+
+
+class CapturePipeline:
+    """Works on tasks until it is stopped.
+
+    Args:
+        state: Where tasks stand.
+        objects: Where files are.
+        tables: Where rows go.
+        engine: What works.
+        lease_s: For how long a task is taken at a time; after that others take it over from a service that died.
+        commit_s: How long rows wait for others to be committed with them.
+        task_s: How long a task may take.
+        writer: Who writes the tables; None: this process.
+        clock: Now, in ns since the epoch.
+    """
+
+    def __init__(
+        self, state: State, objects: Objects, tables: Tables, engine: Engine, *, lease_s: float = LEASE_S,
+        commit_s: float = COMMIT_S, task_s: float = TASK_S, writer: TableWriter | WriterProcess | None = None,
+        clock: Callable[[], int] = time.time_ns,
+    ) -> None:  # fmt: skip
+        self.state, self.objects, self.engine = state, objects, engine
+        self._writer = writer or TableWriter(state, objects, tables)
+        self._minutes_s = 0.0  # of the monotonic clock, when minutes and jobs are due
+        self.lease_s, self.commit_s, self.task_s, self.clock = lease_s, commit_s, task_s, clock
+        self.holder = secrets.token_hex(8)
+        self.term = ""  # by which this service leads: a new name each time that it begins to
+        self._leads_until = 0.0  # of the monotonic clock, which goes on while a process is stopped
+        self._writing = threading.Lock()  # of the tables: who writes is one
+        self._stop = threading.Event()
+        self._more = threading.Event()  # a task may be there
+        self._full = threading.Event()  # a whole batch waits
+        self._waiting = 0
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """Begin to work, in threads."""
+        loops = [self._lead_loop, self._commit_loop, *[self._work_loop] * self.engine.slots]
+        self._threads = [threading.Thread(target=loop, name="traceloom-pipeline") for loop in loops]
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """End: tasks that run are left to others."""
+        self._stop.set()
+        self._more.set()
+        self._full.set()
+        self.engine.close()
+        for thread in self._threads:
+            thread.join()
+        self._writer.close()
+        try:
+            self.state.resign(self.term)
+        except TraceloomError as error:  # the lease ends by itself
+            _log.warning("%s", error)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this service talks to hosts and commits; what it writes as such is refused once another one does."""
+        return bool(self.term) and time.monotonic() < self._leads_until
+
+    def look(self) -> None:
+        """A task was added: do not wait to look for it."""
+        self._more.set()
+
+    def work(self) -> bool:
+        """Take a task and bring it as far as it goes; False where none waits."""
+        task = self.state.claim(self.holder, self.lease_s)
+        if task is None:
+            return False
+        capture = self.state.capture(task.capture)
+        assert capture is not None, "tasks refer to captures"
+        try:
+            self._through(task, capture)
+        except TaskError as error:
+            if self._stop.is_set():
+                self.state.give_back(task.id, self.holder, 0)
+            else:
+                self.state.fail(task.id, self.holder, str(error), final=error.final)
+        except (TraceloomError, OSError) as error:  # of the engine, the store or the disk, not of the capture
+            _log.warning("%s: %s", task.id, error)
+            self.state.give_back(task.id, self.holder, _TROUBLE_S)
+        return True
+
+    def lead(self) -> None:
+        """Begin to lead where nobody does, or go on with it.
+
+        Raises:
+            OutputError: The state does not answer.
+        """
+        until = time.monotonic() + self.lease_s
+        if self.term and not self.state.keep_leading(LEADER, self.term, self.lease_s):
+            self.term = ""
+        if not self.term:
+            term = secrets.token_hex(8)
+            if self.state.lead(LEADER, term, self.lease_s):
+                self.term = term
+        self._leads_until = until
+
+    def commit(self, *, minutes: bool = True) -> int:
+        """Put a batch into the tables, as `TableWriter.commit`."""
+        return self._writer.commit(self.term, minutes=minutes)
+
+    def compact(self, by_night: bool = False) -> bool:
+        """Do what is to be done to the tables once a day; False where it is not time. For who leads alone.
+
+        Args:
+            by_night: Only once a day, and only from 02:00 in UTC on.
+        """
+        days, rest = divmod(self.clock(), _DAY_NS)
+        if by_night and (rest < _NIGHT_NS or self.state.number(_COMPACTED) >= days):
+            return False
+        with self._writing:
+            self._writer.compact(day_of(days * _DAY_NS))
+        self.state.put_number(_COMPACTED, days)
+        return True
+
+    def rendered(self, capture: CaptureRecord, task: Literal["render", "render_timeline"]) -> str:
+        """The name of the report of a capture, or of its timeline for Perfetto, which is made when first asked for.
+
+        Raises:
+            TaskError: It could not be rendered.
+            TraceloomError: A store does not answer.
+        """
+        ending = "html" if task == "render" else "perfetto.json.gz"
+        name = f"reports/{capture.day}/{capture.id}.{__version__}.{ending}"
+        if self.objects.size(name) is None:
+            title = f"{capture.job} · {capture.id}" if capture.job else capture.id
+            self.objects.put(name, self.engine.submit(self._work_on(capture, task, name=title)).result())
+        return name
+
+    def comparison(self, base: CaptureRecord, new: CaptureRecord) -> str:
+        """The name of the page of a capture against another one, which is made when it is first asked for.
+
+        Raises:
+            TaskError: They cannot be compared.
+            TraceloomError: A store does not answer.
+        """
+        both = hashlib.sha256(f"{base.id} {new.id}".encode()).hexdigest()[:32]
+        name = f"reports/{new.day}/{both}.{__version__}.html"
+        if self.objects.size(name) is None:
+            files = (*self._files_of(base, BASE), *self._files_of(new, NEW))
+            names: dict[str, str | int] = {"base_name": base.job or base.id, "new_name": new.job or new.id}
+            work = EngineTask("compare", files, names, self.task_s)
+            self.objects.put(name, self.engine.submit(work).result())
+        return name
+
+    def _through(self, task: TaskRecord, capture: CaptureRecord) -> None:
+        if task.state == "received":
+            self._done(task, self._work_on(capture, "check"))
+            if not self.state.advance(task.id, self.holder, "checked"):
+                return  # somebody else has it
+        work = self._work_on(
+            capture, "analyse", capture=capture.id, job=capture.job, received_ns=capture.received_ns
+        )  # fmt: skip
+        content = self._done(task, work)
+        try:
+            unpacked_rows(content, capture.id)
+        except ValueError as error:  # kept, they would stop every commit
+            raise TaskError(f"`analyse` gave no rows of the capture: {error}") from error
+        self.objects.put(rows_of(task), content)
+        if self.state.advance(task.id, self.holder, "analysed"):
+            self._waiting += 1
+            if self._waiting >= MOST_IN_BATCH:
+                self._full.set()
+
+    def _done(self, task: TaskRecord, work: EngineTask) -> bytes:
+        """Have it done, and keep the task meanwhile."""
+        future = self.engine.submit(work)
+        while not wait([future], self.lease_s / 3).done:
+            self.state.renew(task.id, self.holder, self.lease_s)
+        return future.result()
+
+    def _work_on(self, of: CaptureRecord, task: TaskName, **arguments: str | int) -> EngineTask:
+        """A task on all files of a capture, wherever they are kept."""
+        return EngineTask(task, tuple(self._files_of(of)), arguments, self.task_s)
+
+    def _files_of(self, of: CaptureRecord, folder: str = "") -> Iterator[TaskFile]:
+        for file in of.files:
+            at = self.objects.readable_at(f"{folder_of(of)}/{file.name}", READ_S)
+            if at is None:
+                raise TaskError(f"{file.name} is no longer in the store", final=True)
+            yield TaskFile(f"{folder}/{file.name}" if folder else file.name, file.size, file.sha256, at)
+
+    def _work_loop(self) -> None:
+        while not self._stop.is_set():
+            try:
+                if not self.work():
+                    self._more.wait(_POLL_S)
+                    self._more.clear()
+            except Exception:  # noqa: BLE001, PERF203  (one defect must not end all work: it is logged)
+                _log.exception("a task could not be worked on")
+                self._stop.wait(_TROUBLE_S)
+
+    def _commit_loop(self) -> None:
+        while not self._stop.is_set():
+            self._full.wait(self.commit_s)
+            self._full.clear()
+            self._waiting = 0
+            try:
+                minutes, most = time.monotonic() >= self._minutes_s, 0
+                with self._writing:
+                    while self.leads and not self._stop.is_set() and self.state.rows_wait(minutes=minutes):
+                        count = self.commit(minutes=minutes)
+                        if not count:
+                            break
+                        most = max(most, count)
+                    self._writer.rest()
+                if minutes and self.leads:
+                    rounds = _ROUNDS_OF_MANY if most > _MANY else _ROUNDS
+                    self._minutes_s = time.monotonic() + rounds * self.commit_s
+                if self.leads and not self._stop.is_set():
+                    self.compact(by_night=True)
+            except TraceloomError as error:
+                _log.warning("rows could not be committed: %s", error)
+                self._stop.wait(_TROUBLE_S)
+            except Exception:  # noqa: BLE001  (as above)
+                _log.exception("rows could not be committed")
+                self._stop.wait(_TROUBLE_S)
+
+    def _lead_loop(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self.lead()
+            except TraceloomError as error:  # it leads until its lease has ended
+                _log.warning("%s", error)
+            self._stop.wait(self.lease_s / 3)

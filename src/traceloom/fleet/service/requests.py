@@ -1,0 +1,755 @@
+"""Performs it: fan-out, uploads, stitching into one capture.
+
+What hosts say is kept in memory as long as it is fresh; who belongs, requests and usage are in the state, so that a
+service that starts again goes on. Everything here runs in the service's loop; the state and files are used in threads.
+
+The files stay as they came. The offset of each host's clock stands in `capture.json`, and whoever reads the capture
+adds it; `link` refines it by collectives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import itertools
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from datetime import datetime, timezone
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from traceloom import __version__
+from traceloom.agent.fleet_link.protocol import (
+    ClockOffset,
+    Enrolled,
+    Enrolment,
+    Heartbeat,
+    HeartbeatAnswer,
+    HostFile,
+    HostProcess,
+    HostReport,
+    ReportAnswer,
+    StartBy,
+    UsageRow,
+    WorkAnswer,
+)
+from traceloom.agent.traces.requests import Cause, Wanted
+from traceloom.errors import InputError, OutputError, TraceloomError
+from traceloom.fleet.service.committer import said_of_jobs
+from traceloom.fleet.service.pipeline import CapturePipeline, folder_of
+from traceloom.fleet.service.request_plan import (
+    FleetRequest,
+    HostProgress,
+    advanced,
+    analysed,
+    believed_pace,
+    cancelled,
+    planned,
+    reported,
+    sent_again,
+    stitched,
+    work_of,
+)
+from traceloom.fleet.service.webhooks import fleet_event
+from traceloom.fleet.store.captures import CaptureRecord, FileOfCapture, State
+from traceloom.fleet.store.database import secret_hash
+from traceloom.fleet.store.hosts import JobFacts
+from traceloom.formats import capture_document
+from traceloom.server.problem import RequestError
+from traceloom.system.files import sha256_of
+
+LOG = logging.getLogger("traceloom.collect")
+FRESH_NS = 60_000_000_000  # a host that was silent for longer is lost
+LONGEST_WAIT_S = 30.0
+_MOST_FILE = 4 << 30
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
+_LOOK_S = 1.0
+_SAME_NS = 3600 * 10**9  # that a mark of a request is good for
+_LOOKS_AT_JOBS = 5  # every so many looks at requests
+_MOST_ENDED = 1000  # requests that are remembered here; the state has all
+Choice = Literal["", "slowest-and-median"]
+
+
+class HostNow(msgspec.Struct, frozen=True, kw_only=True):
+    """What a host said last, and when, by the service's clock."""
+
+    heartbeat: Heartbeat
+    received_ns: int
+
+
+class HostDesk:
+    """Talks to hosts.
+
+    Args:
+        state: Where hosts and requests are written down.
+        incoming: The directory for what hosts send: `incoming/REQUEST/HOST/`.
+        term: By which this service leads; once another one does, nothing is written down any more.
+        clock: Now, in ns since the epoch.
+
+    Attributes:
+        on_stitching: Called with a request whose parts are all there; the parts are joined and analysed by it.
+        on_usage: Called with a host and rows of minutes that it told of, perhaps not for the first time.
+    """
+
+    def __init__(
+        self, state: State, incoming: Path, term: str, clock: Callable[[], int] = time.time_ns
+    ) -> None:  # fmt: skip
+        self.state, self.incoming, self.term, self.clock = state, incoming, term, clock
+        self.on_stitching: Callable[[FleetRequest], None] = lambda _: None
+        self.on_usage: Callable[[str, list[UsageRow]], None] = lambda _host, _rows: None
+        self.members: dict[str, str] = {}  # host -> SHA-256 of its credential
+        self.now: dict[str, HostNow] = {}
+        self.requests: dict[str, FleetRequest] = {}  # that have not ended, and those that ended since the start
+        self._open: dict[str, FleetRequest] = {}  # of these: each host that waits looks through them at every change
+        self._written: dict[str, FleetRequest] = {}  # what the state has of those that are open
+        self._unwritten: set[str] = set()  # requests that are further than the state says, as it did not answer
+        self.refused_rows: dict[str, int] = defaultdict(int)  # host -> rows of usage that cannot be
+        self._said: dict[str, JobFacts] = {}  # job -> what hosts said of it last
+        self._changed = asyncio.Condition()  # a request
+        self._call = asyncio.Event()  # set, and replaced, when hosts have something else to do
+        self._writing = asyncio.Lock()
+        self._closing = False
+        self._advancing: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Go on with what is on record."""
+        self._closing = False
+        self.members, documents = await asyncio.to_thread(lambda: (self.state.hosts(), self.state.requests()))
+        requests = [msgspec.json.decode(document, type=FleetRequest) for document in reversed(documents)]
+        self.requests = {request.id: request for request in requests}
+        self._open = {request.id: request for request in requests if not request.ended}
+        for request in list(self._open.values()):
+            # What hosts sent to another service, which has ended, they are to send here.
+            if request.state in {"running", "collecting", "stitching"}:
+                lost = {
+                    host
+                    for host, progress in request.hosts.items()
+                    if progress.state == "uploaded"
+                    and not all(_is_there(self.incoming / request.id / host, file) for file in progress.files)
+                }
+                if lost:
+                    await self.put(sent_again(request, lost, self.clock()))
+                    continue
+            if request.state in {"stitching", "analysing"}:
+                self.on_stitching(request)
+        self._advancing = asyncio.create_task(self._advance_for_ever(), name="requests of the fleet")
+
+    async def close(self) -> None:
+        """Stop; requests stay as they are. Hosts that wait for work are answered."""
+        self._closing = True
+        self._call_hosts()
+        if self._advancing is not None:
+            self._advancing.cancel()
+            await asyncio.gather(self._advancing, return_exceptions=True)
+
+    # Who belongs.
+
+    async def enrol(self, enrolment: Enrolment) -> Enrolled:
+        """Take a host into the fleet.
+
+        Raises:
+            RequestError: `unknown-token`; `host-exists`: another host has the name.
+        """
+        host = await asyncio.to_thread(self.state.take_enrolment, enrolment.token, enrolment.host)
+        if host is None:
+            raise RequestError(
+                401, "this token is none of ours, was used, or has expired", slug="unknown-token",
+                hint="`traceloom fleet token enrol` makes one",
+            )  # fmt: skip
+        if host not in {"", enrolment.host}:
+            raise RequestError(
+                401, f"this token lets the host `{host}` join, and not `{enrolment.host}`", slug="unknown-token",
+                hint="`traceloom fleet token enrol` with the name of the host, or with none, makes another one",
+            )  # fmt: skip
+        if not host and enrolment.host in self.members:
+            raise RequestError(
+                409, f"there is a host `{enrolment.host}` already", slug="host-exists",
+                hint="a token for this host replaces it: `traceloom fleet token enrol NAME`",
+            )  # fmt: skip
+        credential = secrets.token_urlsafe(32)
+        await asyncio.to_thread(self.state.put_host, enrolment.host, credential)
+        self.members[enrolment.host] = secret_hash(credential)
+        return Enrolled(host=enrolment.host, credential=credential)
+
+    def check_host(self, host: str, credential: str) -> None:
+        """Check that the one who asks is this host.
+
+        Raises:
+            RequestError: `unknown-host`.
+        """
+        if not hmac.compare_digest(self.members.get(host, ""), secret_hash(credential)):
+            raise RequestError(
+                401, "this host does not belong to the fleet", slug="unknown-host",
+                hint="enrol it with a new token, and remove fleet.json beside the agent's history",
+            )  # fmt: skip
+
+    async def remove(self, host: str) -> None:
+        """Let a host belong to the fleet no more.
+
+        Raises:
+            RequestError: `no-such-host`.
+        """
+        if not await asyncio.to_thread(self.state.remove_host, host):
+            raise RequestError(404, f"there is no host `{host}`", slug="no-such-host", hint="`traceloom fleet hosts`")
+        self.members.pop(host, None)
+        self.now.pop(host, None)
+
+    # How hosts are.
+
+    async def heartbeat(self, host: str, heartbeat: Heartbeat) -> HeartbeatAnswer:
+        """Take how a host is, and its usage; what was sent before is acknowledged again."""
+        received_ns = self.clock()
+        believed = [
+            msgspec.structs.replace(process, steps_per_second=believed_pace(process.steps_per_second))
+            for process in heartbeat.processes
+        ]
+        # Without usage, which the state keeps.
+        said = msgspec.structs.replace(heartbeat, usage=[], processes=believed)
+        self.now[host] = HostNow(heartbeat=said, received_ns=received_ns)
+        through = 0
+        if heartbeat.usage:
+            possible = possible_rows(heartbeat.usage, received_ns)
+            self.on_usage(host, possible)
+            self.refused_rows[host] += len(heartbeat.usage) - len(possible)
+            # A minute that has not been would pass for the last that the host sent, and what comes before it for old.
+            last = last_minute(received_ns)
+            minutes: dict[int, list[UsageRow]] = {row.minute: [] for row in heartbeat.usage if row.minute <= last}
+            for row in possible:
+                minutes[row.minute].append(row)
+            documents = {minute: msgspec.json.encode(rows).decode() for minute, rows in minutes.items()}
+            await asyncio.to_thread(self.state.add_usage, host, documents)
+            through = max(row.minute for row in heartbeat.usage)
+        return HeartbeatAnswer(received_ns=received_ns, answered_ns=self.clock(), usage_through=through)
+
+    def fresh(self) -> dict[str, HostNow]:
+        """Hosts that spoke of late."""
+        return {host: now for host, now in list(self.now.items()) if self.is_fresh(now)}
+
+    def is_fresh(self, now: HostNow) -> bool:
+        """Whether what a host said last is of late: else it is lost."""
+        return self.clock() - now.received_ns < FRESH_NS
+
+    def users_of(self, job: str) -> set[str]:
+        """Users whose processes a job has, as far as hosts say."""
+        processes = (process for now in self.fresh().values() for process in now.heartbeat.processes)
+        return {process.user for process in processes if process.job == job}
+
+    # Requests.
+
+    async def submit(
+        self, wanted: Wanted, who: str, choice: Choice = "", *, hosts: Collection[str] = (),
+        trigger: Cause | None = None, start: StartBy = "instant", at_step: int = 0, after_s: float = 0.0,
+        mark: str = "",
+    ) -> FleetRequest:  # fmt: skip
+        """Take a request for a trace of the processes of a job, on all hosts that have some.
+
+        Args:
+            wanted: What is asked for.
+            who: By whom.
+            choice: Of the processes that match, whom.
+            hosts: Of these hosts alone, where some are named.
+            trigger: The rule that asks, where nobody does.
+            start: By what all begin.
+            at_step: With which step at the earliest, where they begin with one.
+            after_s: In how many seconds at the earliest, where they begin at an instant.
+            mark: Whoever asked for this job with the same one in the last hour gets that request; "": a new one.
+
+        Raises:
+            RequestError: `wrong-request`; `no-such-job`: no host of late has such processes.
+        """
+        if not wanted.job:
+            raise RequestError(400, "of which job?", slug="wrong-request", hint="name a job")
+        if (wanted.steps is None) == (wanted.duration_s is None):
+            raise RequestError(400, "either steps or a duration", slug="wrong-request")
+        fresh = {host: now for host, now in self.fresh().items() if not hosts or host in hosts}
+        matching = matching_processes(fresh, wanted)
+        if choice == "slowest-and-median":
+            matching = slowest_and_median(matching)
+            ranks = sorted({process.rank for of in matching.values() for process in of if process.rank is not None})
+            wanted = msgspec.structs.replace(wanted, ranks=tuple(ranks))
+        if not matching:
+            raise RequestError(
+                404, f"no host of late has such processes of `{wanted.job}`", slug="no-such-job",
+                hint="`traceloom fleet jobs` lists jobs",
+            )  # fmt: skip
+        now_ns = self.clock()
+        for same in self.requests.values() if mark else ():
+            if (same.mark, same.wanted.job) == (mark, wanted.job) and now_ns - same.asked_ns < _SAME_NS:
+                return same
+        request = FleetRequest(
+            id=secrets.token_hex(8), who=who, asked_ns=now_ns, wanted=wanted, trigger=trigger, start=start,
+            at_step=at_step, earliest_ns=now_ns + int(after_s * 1e9) if after_s else 0, mark=mark,
+        )  # fmt: skip
+        of_hosts = {host: {of.rank for of in processes if of.rank is not None} for host, processes in matching.items()}
+        request = planned(request, of_hosts, now_ns)
+        try:
+            await self.put(request)
+        except TraceloomError:  # who asks hears so, and asks again
+            for requests in (self.requests, self._open):
+                requests.pop(request.id, None)
+            self._unwritten.discard(request.id)
+            raise
+        return request
+
+    async def cancel(self, request: str) -> None:
+        """Stop a request; hosts hear of it with their next question for work."""
+        await self.put(cancelled(self.requests[request], self.clock()))
+
+    async def put(self, request: FleetRequest, *, calls: bool = True) -> None:
+        """Set how far a request is, write it down, and tell everybody who waits for it.
+
+        Args:
+            request: As it is now.
+            calls: Whether hosts have something else to do now. Where a thousand report how far they are, each of them
+                would else ask anew a thousand times.
+        """
+        self.requests[request.id] = request
+        if request.ended:
+            self._open.pop(request.id, None)
+        else:
+            self._open[request.id] = request
+        async with self._writing:  # in order; what has changed again meanwhile is written as it is now
+            now = self.requests[request.id]
+            if self._written.get(now.id) is not now:
+                self._unwritten.add(now.id)
+                document, events = msgspec.json.encode(now).decode(), []
+                if now.state in {"done", "partial", "failed"}:
+                    content = {
+                        "id": now.id, "job": now.wanted.job, "who": now.who, "state": now.state,
+                        "reason": now.reason, "detail": now.detail, "capture": now.capture,
+                        "asked_ns": now.asked_ns, "start_ns": now.start_ns,
+                    }  # fmt: skip
+                    events = [fleet_event(f"request.{now.state}", "request", now.id, content, now.since_ns)]
+                await asyncio.to_thread(
+                    self.state.put_request, now.id, now.asked_ns, document, self.term, ended=now.ended, events=events
+                )
+                self._unwritten.discard(now.id)
+                self._written[now.id] = now
+                if now.ended:
+                    del self._written[now.id]
+        if request.ended:
+            await asyncio.to_thread(shutil.rmtree, self.incoming / request.id, ignore_errors=True)
+            ended = [of.id for of in self.requests.values() if of.ended and of.id not in self._unwritten]
+            for old in ended[: max(len(ended) - _MOST_ENDED, 0)]:
+                del self.requests[old]
+        if request.state == "stitching":
+            self.on_stitching(request)
+        async with self._changed:
+            self._changed.notify_all()
+        if calls:
+            self._call_hosts()
+
+    async def changes(self, request: str) -> AsyncIterator[FleetRequest]:
+        """The request now, and again after each change, until it has ended."""
+        while True:
+            now = self.requests[request]
+            yield now
+            if now.ended:
+                return
+            async with self._changed:
+                await self._changed.wait_for(lambda: self.requests[request] is not now)  # noqa: B023
+
+    # Work.
+
+    async def work(self, host: str, version: str, wait_s: float) -> WorkAnswer:
+        """What a host is to do; waits while that is what the host knows (`version`) already."""
+        until = time.monotonic() + min(max(0.0, wait_s), LONGEST_WAIT_S)  # in this order nan is 0
+        while True:
+            call = self._call  # before the look: what changes after it is not missed
+            offers = (work_of(request, host) for request in self._open.values())
+            work = [offer for offer in offers if offer is not None]
+            now = hashlib.sha256(msgspec.json.encode(work)).hexdigest()[:16]
+            left = until - time.monotonic()
+            if now != version or left <= 0 or self._closing:
+                return WorkAnswer(version=now, work=work)
+            with contextlib.suppress(asyncio.TimeoutError, TimeoutError):
+                await asyncio.wait_for(call.wait(), left)
+
+    async def report(self, host: str, request: str, report: HostReport) -> ReportAnswer:
+        """Take how far a host is; the files of it that are missing.
+
+        Raises:
+            RequestError: `no-such-request`: it has none such, or it has ended.
+        """
+        progress = self._progress(host, request)
+        missing: list[str] = []
+        if report.state in {"uploading", "uploaded"}:
+            files = report.files or progress.files
+            names = set()
+            for file in files:
+                if not _FILE_NAME.fullmatch(file.name) or file.name in names or file.bytes > _MOST_FILE:
+                    raise RequestError(400, f"a capture has no file `{file.name[:80]}`", slug="wrong-request")
+                names.add(file.name)
+            folder = self.incoming / request / host
+            missing = await asyncio.to_thread(lambda: [file.name for file in files if not _is_there(folder, file)])
+            if missing:
+                report = msgspec.structs.replace(report, state="uploading")
+        await self._advance(reported(self.requests[request], host, report, self.clock()))
+        return ReportAnswer(missing=missing)
+
+    async def take_file(self, host: str, request: str, name: str, content: AsyncIterator[bytes]) -> None:
+        """Take a file that a host has said; it counts only whole.
+
+        Raises:
+            OutputError: `cannot-write`: there is no room for it.
+            RequestError: `no-such-request`; `no-such-file`: it was not said; `wrong-file`: it is another than was said.
+        """
+        files = {file.name: file for file in self._progress(host, request).files}
+        if name not in files:
+            raise RequestError(404, f"the host did not say that it has a file `{name}`", slug="no-such-file")
+        file = files[name]
+        folder = self.incoming / request / host
+        part = folder / f".{name}.{secrets.token_hex(4)}"
+        digest, size = hashlib.sha256(), 0
+        try:
+            await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
+            with part.open("xb") as target:
+                async for piece in content:
+                    size += len(piece)
+                    if size > file.bytes:
+                        break
+                    digest.update(piece)
+                    await asyncio.to_thread(target.write, piece)
+            if size != file.bytes or digest.hexdigest() != file.sha256:
+                raise RequestError(400, f"`{name}` is not what the host said that it is", slug="wrong-file")
+            await asyncio.to_thread(part.replace, folder / name)
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise OutputError(f"the file cannot be kept: {reason}", slug="cannot-write", where=name) from error
+        finally:
+            part.unlink(missing_ok=True)
+
+    # Inside.
+
+    def _progress(self, host: str, request: str) -> HostProgress:
+        now = self.requests.get(request)
+        if now is None or now.ended or host not in now.hosts:
+            raise RequestError(404, "this host has nothing to do for that request", slug="no-such-request")
+        return now.hosts[host]
+
+    async def _advance(self, request: FleetRequest) -> None:
+        """Write it down as far as it has come by now."""
+        now_ns, before = self.clock(), request
+        while (further := advanced(request, now_ns)) is not request:
+            request = further
+        if request is not self.requests.get(request.id):
+            await self.put(request, calls=request is not before)
+
+    def _call_hosts(self) -> None:
+        self._call.set()
+        self._call = asyncio.Event()
+
+    async def _say_of_jobs(self) -> None:
+        """Write down what hosts say of jobs, where it is new."""
+        statements = said_of_jobs({host: now.heartbeat.processes for host, now in self.fresh().items()})
+        news = {job: facts for job, facts in statements.items() if self._said.get(job) != facts}
+        if news:
+            await asyncio.to_thread(self.state.say_of_jobs, news, self.clock())
+        self._said = statements
+
+    async def _advance_for_ever(self) -> None:
+        for count in itertools.count():
+            if count % _LOOKS_AT_JOBS == 0:
+                try:
+                    await self._say_of_jobs()
+                except TraceloomError as error:
+                    LOG.warning("what hosts say of jobs: %s", error)
+                except Exception:
+                    LOG.exception("what hosts say of jobs")
+            for name in {*self._open, *self._unwritten}:
+                try:
+                    await self._advance(self.requests[name])
+                    if name in self._unwritten:
+                        await self.put(self.requests[name])
+                except TraceloomError as error:  # noqa: PERF203  (one that cannot be written down stops no other)
+                    LOG.warning("request %s: %s", name, error)
+                except Exception:
+                    LOG.exception("request %s", name)
+            await asyncio.sleep(_LOOK_S)
+
+
+def matching_processes(hosts: Mapping[str, HostNow], wanted: Wanted) -> dict[str, list[HostProcess]]:
+    """Host -> its processes that a request is about: of the job, of the ranks, on the host that it names."""
+    matching = {
+        host: [
+            process
+            for process in now.heartbeat.processes
+            if process.job == wanted.job and (not wanted.ranks or process.rank in wanted.ranks)
+        ]
+        for host, now in hosts.items()
+        if wanted.host in {"", host}
+    }
+    return {host: processes for host, processes in matching.items() if processes}
+
+
+def slowest_and_median(matching: Mapping[str, list[HostProcess]]) -> dict[str, list[HostProcess]]:
+    """Of all ranks the one that steps slowest and one in the middle; those whose pace nobody knows do not count."""
+    paced = [
+        (process.steps_per_second, process.rank, host, process)
+        for host, processes in matching.items()
+        for process in processes
+        if process.steps_per_second is not None and process.rank is not None
+    ]
+    paced.sort(key=itemgetter(0, 1))
+    chosen: dict[str, list[HostProcess]] = defaultdict(list)
+    for at in sorted({0, len(paced) // 2} if paced else ()):
+        *_, host, process = paced[at]
+        chosen[host].append(process)
+    return dict(chosen)
+
+
+def possible_rows(rows: Sequence[UsageRow], now_ns: int) -> list[UsageRow]:
+    """Without minutes that have not been, or in which a device has more than 60,000 ms."""
+    spent: dict[tuple[int, str], int] = defaultdict(int)
+    for row in rows:
+        spent[row.minute, row.device] += row.device_ms
+    last = last_minute(now_ns)
+    return [row for row in rows if row.minute <= last and spent[row.minute, row.device] <= 60_000]
+
+
+def last_minute(now_ns: int) -> int:
+    """The last minute since 1970 that may have been by the clock of a host."""
+    return now_ns // 60_000_000_000 + 1
+
+
+def _is_there(folder: Path, file: HostFile) -> bool:
+    """Whether a file came; its content was checked when it did."""
+    path = folder / file.name
+    return path.is_file() and path.stat().st_size == file.bytes
+
+
+CAPTURE = "capture.json"
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
+_TIMES_OF_WINDOW, _TIMES_OF_RANK = ("start_ns", "end_ns"), ("created_ns", "written_ns")
+
+
+class HostPart(msgspec.Struct, frozen=True, kw_only=True):
+    """What a host sent for a request. `clock` None: how far its clock is off is not known."""
+
+    host: str
+    folder: Path
+    clock: ClockOffset | None = None
+
+
+def stitch(parts: Sequence[HostPart], folder: Path, request: Mapping[str, Any]) -> list[str]:
+    """Join the parts in a new directory, by hard links where the file system has them.
+
+    Args:
+        parts: Of each host, at least one.
+        folder: Made here; must not exist.
+        request: What was asked for; `hosts` and `targets` are added to it.
+
+    Returns:
+        What was wrong with parts, a sentence each.
+
+    Raises:
+        InputError: `no-capture`: no part holds a capture that can be read.
+        OSError: It cannot be written; the directory may hold a part then.
+    """
+    folder.mkdir()
+    faults: list[str] = []
+    taken: set[str] = {CAPTURE}
+    ranks: list[dict[str, Any]] = []
+    hosts: list[dict[str, Any]] = []
+    targets: list[dict[str, Any]] = []
+    beside: dict[str, list[str]] = {}
+    for part in parts:
+        clock = None if part.clock is None else {"offset_ns": part.clock.offset_ns, "error_ns": part.clock.error_ns}
+        hosts.append({"host": part.host, "clock": clock})
+        try:
+            decoded = capture_document.decode((part.folder / CAPTURE).read_bytes(), CAPTURE)
+        except InputError as error:
+            faults.append(f"{part.host}: {error.message}")
+            continue
+        except OSError:  # it did not come
+            decoded = None
+        if decoded is None:
+            faults.append(f"{part.host}: its capture.json cannot be read")
+            continue
+        document, notices = decoded
+        faults += [f"{part.host}: {notice.message}" for notice in notices]
+        if not document["ranks"]:
+            faults.append(f"{part.host}: its capture.json names no rank")
+        names = _renamed(sorted(path.name for path in part.folder.iterdir()), taken, part.host)
+        names = {name: new for name, new in names.items() if new not in taken}
+        taken |= set(names.values())
+        for name, new in names.items():
+            source = part.folder / name
+            if source.is_symlink() or not source.is_file():
+                continue
+            try:
+                os.link(source, folder / new)
+            except OSError:  # where the file system has no hard links
+                shutil.copyfile(source, folder / new)
+        names = {name: new for name, new in names.items() if (folder / new).exists()}
+        for entry in document["ranks"]:
+            window = entry.get("window") or {}
+            if names.get(str(window.get("file"))) is None:
+                faults.append(f"{part.host}: rank {entry.get('rank')} names a file that did not come")
+                continue
+            ranks.append(_on_clock(entry, names, part.host, clock))
+        asked = document.get("request")
+        listed = asked.get("targets") if isinstance(asked, dict) else None
+        for target in listed if isinstance(listed, list) else ():
+            if not isinstance(target, dict):
+                continue
+            file = target.get("file")
+            targets.append({**target, "host": part.host, "file": names.get(file, "") if isinstance(file, str) else ""})
+        for kind in ("stacks", "telemetry"):
+            listed = document.get(kind)
+            sent = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
+            files = [names[name] for name in sent if name in names]
+            beside.setdefault(kind, []).extend(files)
+    if not ranks:
+        raise InputError("no host sent a trace that can be read", slug="no-capture", hint="; ".join(faults)[:500])
+    ranks.sort(key=lambda entry: (entry.get("rank") is None, entry.get("rank") or 0, str(entry.get("host"))))
+    whole = {
+        "format": capture_document.FORMAT, "version": capture_document.VERSION, "traceloom": __version__,
+        "stage": "profiled", "run": {}, "ranks": ranks, "request": {**request, "hosts": hosts, "targets": targets},
+        **{kind: files for kind, files in beside.items() if files},
+    }  # fmt: skip
+    (folder / CAPTURE).write_text(json.dumps(whole, indent=1), encoding="utf-8")
+    return faults
+
+
+def _renamed(names: Iterable[str], taken: set[str], host: str) -> dict[str, str]:
+    """New name of each file: its own, with the host before all names of a process where one of them is taken."""
+    usable = [name for name in names if _NAME.fullmatch(name) and name != CAPTURE]
+    clashes = {name.partition(".")[0] for name in usable if name in taken}
+    before = re.sub(r"[^A-Za-z0-9_-]", "_", host)
+    return {name: f"{before}-{name}" if name.partition(".")[0] in clashes else name for name in usable}
+
+
+def _on_clock(
+    entry: dict[str, Any], names: Mapping[str, str], host: str, clock: dict[str, int] | None
+) -> dict[str, Any]:
+    """The entry of a rank with the new names of its files and its times on the capture's clock."""
+    offset = clock["offset_ns"] if clock is not None else 0
+    window = {**entry["window"], "file": names[entry["window"]["file"]]}
+    moved = dict(entry)
+    for place, keys in ((window, _TIMES_OF_WINDOW), (moved, _TIMES_OF_RANK)):
+        for key in keys:
+            if isinstance(place.get(key), int):
+                place[key] += offset
+    stem = window["file"].partition(".")[0]
+    return {**moved, "name": stem, "host": host, "clock": clock, "window": window}
+
+
+_JOIN_POLL_S = 0.5
+_PAUSE_S, _TROUBLE_S = 5.0, 900.0  # between tries, and for how long, where the state or a store does not answer
+_FOR_GOOD = {"no-capture", "unsafe-name"}  # what is wrong with the parts themselves
+
+
+class Joining:
+    """Joins the parts of requests, one after the other, and waits for their analysis.
+
+    Args:
+        desk: Knows requests, and where their parts lie.
+        pipeline: Analyses.
+    """
+
+    def __init__(self, desk: HostDesk, pipeline: CapturePipeline) -> None:
+        self.desk, self.pipeline = desk, pipeline
+        self._one = asyncio.Lock()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def take(self, request: FleetRequest) -> None:
+        """See to a request that is `stitching` or `analysing`."""
+        if request.id not in self._tasks:
+            task = asyncio.create_task(self._through(request), name=f"join {request.id}")
+            self._tasks[request.id] = task
+            task.add_done_callback(lambda _: self._tasks.pop(request.id, None))
+
+    async def close(self) -> None:
+        """Stop; requests go on when the service starts again."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _through(self, request: FleetRequest) -> None:
+        """Bring it to its end; where the state or a store does not answer it is tried again for a while."""
+        until = time.monotonic() + _TROUBLE_S
+        while True:
+            try:
+                if request.state == "stitching":
+                    async with self._one:
+                        capture, faults = await asyncio.to_thread(self._join, request)
+                    request = stitched(request, capture, self.desk.clock(), faults)
+                    await self.desk.put(request)
+                fault = await self._analysed(request.capture)
+                break
+            except (TraceloomError, OSError) as error:
+                slug = error.slug if isinstance(error, TraceloomError) else ""
+                if slug == "not-leading":
+                    return  # it is another service's now
+                LOG.warning("request %s: %s", request.id, error)
+                fault = str(error)
+                if slug in _FOR_GOOD or time.monotonic() > until:
+                    break
+            except Exception as error:  # of ours; the request ends and says so, it does not stay as it is for ever
+                LOG.exception("request %s cannot be joined", request.id)
+                fault = f"a defect of the service: {type(error).__name__}: {error}"
+                break
+            await asyncio.sleep(_PAUSE_S)
+        with contextlib.suppress(TraceloomError):  # the desk writes it down as soon as it can
+            await self.desk.put(analysed(request, self.desk.clock(), fault))
+
+    async def _analysed(self, capture: str) -> str:
+        """Why the analysis of a capture failed for good; "" once its rows are in the tables."""
+        while True:
+            tasks = await asyncio.to_thread(self.pipeline.state.tasks, capture)
+            if tasks and tasks[-1].state == "committed":
+                return ""
+            if tasks and tasks[-1].state == "quarantined":
+                return tasks[-1].error or "it could not be analysed"
+            await asyncio.sleep(_JOIN_POLL_S)
+
+    def _join(self, request: FleetRequest) -> tuple[str, list[str]]:
+        """Stitch, and put the capture into the store; its name, and what was wrong. Done again it gives the same."""
+        parts = [
+            HostPart(host=host, folder=self.desk.incoming / request.id / host, clock=progress.clock)
+            for host, progress in request.hosts.items()
+            if progress.state == "uploaded"
+        ]
+        day = datetime.fromtimestamp(request.asked_ns / 1e9, timezone.utc).date().isoformat()
+        asked = {
+            "id": request.id, "who": request.who, "asked_ns": request.asked_ns,
+            "wanted": msgspec.to_builtins(request.wanted),
+        }  # fmt: skip
+        with tempfile.TemporaryDirectory(prefix="traceloom-", dir=self.desk.incoming) as temporary:
+            whole = Path(temporary, "capture")
+            faults = stitch(parts, whole, asked)
+            for fault in faults:
+                LOG.warning("request %s: %s", request.id, fault)
+            paths, announced = sorted(whole.iterdir()), []
+            for path in paths:
+                with path.open("rb") as file:
+                    sha256 = sha256_of(file)
+                    announced.append(FileOfCapture(path.name, file.tell(), sha256))
+            files = tuple(announced)
+            record = CaptureRecord(
+                id=f"c{hashlib.sha256(request.id.encode()).hexdigest()[:20]}", day=day, job=request.wanted.job,
+                uploader=request.who, received_ns=self.desk.clock(), complete=False,
+                bytes=sum(file.size for file in files), files=files,
+            )  # fmt: skip
+            record = self.pipeline.state.add_capture(record)
+            if not record.complete:
+                for path in paths:
+                    self.pipeline.objects.put_file(f"{folder_of(record)}/{path.name}", path)
+                self.pipeline.state.complete_capture(record.id, __version__)
+                self.pipeline.look()
+        return record.id, faults

@@ -1,0 +1,219 @@
+"""Webhooks: events of the fleet, signed and sent to addresses that an administrator named, until they have arrived.
+
+A body is signed with HMAC-SHA256 over `TIMESTAMP.BODY`. Deliveries wait in the state, so that a restart loses none;
+one that was sent twice has the same id. Where a webhook leads is looked up before each delivery, and the connection
+goes to the address that was checked: nobody makes the service talk to a network that its operator did not name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import ipaddress
+import logging
+import ssl
+import time
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+import msgspec
+
+from traceloom import __version__
+from traceloom.errors import InputError, TraceloomError
+from traceloom.fleet.store.rules import Delivery, FleetEvent, WebhookState
+
+LOG = logging.getLogger("traceloom.collect")
+SIGNATURE, EVENT, ID = "Traceloom-Signature", "Traceloom-Event", "Traceloom-Id"
+_S = 1_000_000_000
+_FIRST_WAIT_NS, _LONGEST_WAIT_NS = 10 * _S, 3600 * _S
+_GIVEN_UP_NS = 86_400 * _S
+_EXCHANGE_S = 10.0  # from the look-up of the name to the first line of the answer
+_MOST_LINE = 4096
+_LOOK_S = 1.0
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")  # leads to any IPv4 address, private ones too
+
+IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+IpNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+class WebhookTarget(NamedTuple):
+    """Where a webhook leads: the address that was checked, and what the server there is asked for."""
+
+    address: str
+    port: int
+    host: str
+    path: str
+    tls: bool
+
+
+class WebhookTargets:
+    """Which addresses webhooks may lead to: public ones with TLS, and networks that the operator named, without it too.
+
+    Args:
+        networks: As `10.1.0.0/16` or `127.0.0.1`.
+
+    Raises:
+        InputError: `wrong-config`: one is no network.
+    """
+
+    def __init__(self, networks: Iterable[str] = ()) -> None:
+        try:
+            self._networks: list[IpNetwork] = [ipaddress.ip_network(network) for network in networks]
+        except ValueError as error:
+            raise InputError(f"that is no network: {error}", slug="wrong-config", hint="as 10.1.0.0/16") from error
+
+    async def resolve(self, url: str) -> WebhookTarget:
+        """Where a URL leads now.
+
+        Raises:
+            InputError: `wrong-webhook`: it is no such URL, has no address, or leads where webhooks may not.
+        """
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError as error:
+            raise InputError(f"`{url}` is no address: {error}", slug="wrong-webhook") from error
+        odd = any(not 33 <= ord(sign) <= 126 for sign in url)
+        if odd or parts.scheme not in {"http", "https"} or not parts.hostname or "@" in parts.netloc:
+            raise InputError(f"`{url[:200]}` is no address, as https://chat.example/hook", slug="wrong-webhook")
+        tls = parts.scheme == "https"
+        port = port or (443 if tls else 80)
+        try:
+            answers = await asyncio.get_running_loop().getaddrinfo(parts.hostname, port, type=1)
+        except (OSError, UnicodeError) as error:
+            raise InputError(f"`{parts.hostname}` has no address now", slug="wrong-webhook") from error
+        path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        for *_, socket_address in answers:
+            address = str(socket_address[0]).partition("%")[0]
+            reached = ipaddress.ip_address(address)
+            if isinstance(reached, ipaddress.IPv6Address):
+                reached = reached.ipv4_mapped or reached.sixtofour or reached
+            is_public = reached.is_global and not reached.is_multicast and reached not in _NAT64
+            if (tls and is_public) or any(reached in network for network in self._networks):
+                return WebhookTarget(address, port, parts.netloc, path, tls)
+        raise InputError(
+            f"`{parts.hostname}` is an address that webhooks may not lead to" if tls else "a webhook needs https://",
+            slug="wrong-webhook",
+            hint="`traceloom serve --webhooks-to NETWORK` allows addresses within a network, and plain HTTP there",
+        )  # fmt: skip
+
+
+class WebhookSender:
+    """Sends what waits in the state, each webhook at its own pace. Lives in the service's loop.
+
+    Args:
+        state: Where deliveries wait.
+        targets: Where they may go.
+        clock: Now, in ns since the epoch.
+        tls: Whom to trust; None: whom the system trusts.
+    """
+
+    def __init__(
+        self, state: WebhookState, targets: WebhookTargets, clock: Callable[[], int] = time.time_ns,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:  # fmt: skip
+        self.state, self.targets, self.clock = state, targets, clock
+        self._tls = tls
+        self._sending: dict[str, asyncio.Task[None]] = {}  # webhook -> its delivery that is under way
+
+    async def send_for_ever(self) -> None:
+        """Send what is due, until it is cancelled; what is under way then is sent again by the next service."""
+        try:
+            while True:
+                try:
+                    started = await self.start_due()
+                except TraceloomError as error:
+                    LOG.warning("webhooks: %s", error)
+                    started = False
+                if self._sending and started:
+                    await asyncio.wait(self._sending.values(), timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                else:
+                    await asyncio.sleep(_LOOK_S)
+        finally:
+            tasks = list(self._sending.values())
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def start_due(self) -> bool:
+        """Begin to send what is due, one of each webhook at a time; whether there was anything."""
+        due = await asyncio.to_thread(self.state.due_deliveries, self.clock(), frozenset(self._sending))
+        for delivery in due:
+            task = asyncio.create_task(self._deliver(delivery), name=f"webhook {delivery.webhook}")
+            self._sending[delivery.webhook] = task
+            task.add_done_callback(lambda _, name=delivery.webhook: self._sending.pop(name, None))  # type: ignore[misc]
+        return bool(due)
+
+    async def send(self, delivery: Delivery) -> str:
+        """Send it now; why it did not arrive, "" where it did."""
+        try:
+            return await asyncio.wait_for(self._exchange(delivery), _EXCHANGE_S)
+        except (asyncio.TimeoutError, TimeoutError):
+            return f"no answer within {_EXCHANGE_S:g} s"
+        except InputError as error:
+            return error.message
+        except (OSError, ValueError, asyncio.IncompleteReadError) as error:
+            return (getattr(error, "strerror", None) or str(error) or type(error).__name__)[:500]
+
+    async def _deliver(self, delivery: Delivery) -> None:
+        error = await self.send(delivery)
+        now_ns = self.clock()
+        due_ns = None
+        if error and now_ns - delivery.created_ns < _GIVEN_UP_NS:
+            due_ns = now_ns + min(_FIRST_WAIT_NS << min(delivery.attempts, 16), _LONGEST_WAIT_NS)
+        try:
+            await asyncio.to_thread(self.state.close_delivery, delivery, error, due_ns)
+        except TraceloomError as trouble:  # it is sent again, with the same id
+            LOG.warning("webhook %s: %s", delivery.webhook, trouble)
+
+    async def _exchange(self, delivery: Delivery) -> str:
+        target = await self.targets.resolve(delivery.url)
+        body = delivery.document.encode()
+        timestamp = self.clock() // _S
+        head = "".join(
+            f"{line}\r\n"
+            for line in (
+                f"POST {target.path} HTTP/1.1", f"Host: {target.host}", f"User-Agent: traceloom/{__version__}",
+                "Content-Type: application/json", f"Content-Length: {len(body)}", "Connection: close",
+                f"{EVENT}: {delivery.event}", f"{ID}: {delivery.id}",
+                f"{SIGNATURE}: t={timestamp},v1={signature(delivery.secret, timestamp, body)}", "",
+            )
+        )  # fmt: skip
+        name = urlsplit(delivery.url).hostname
+        reader, writer = await asyncio.open_connection(
+            target.address, target.port, limit=_MOST_LINE,
+            ssl=(self._tls or ssl.create_default_context()) if target.tls else None,
+            server_hostname=name if target.tls else None,
+        )  # fmt: skip
+        try:
+            writer.write(head.encode("ascii") + body)
+            await writer.drain()
+            words = (await reader.readuntil(b"\n")).split(maxsplit=2)
+        finally:
+            writer.close()
+        if len(words) < 2 or not words[0].startswith(b"HTTP/") or not words[1].isdigit():
+            return "what answers there does not speak HTTP"
+        status = int(words[1])  # a redirect is an error: it could lead anywhere
+        return "" if 200 <= status < 300 else f"it answers {status}"
+
+
+def signature(secret: str, timestamp: int, body: bytes) -> str:
+    """What proves that a body is of who knows the secret: HMAC-SHA256 of `TIMESTAMP.BODY`, in hexadecimal."""
+    return hmac.new(secret.encode(), b"%d." % timestamp + body, hashlib.sha256).hexdigest()
+
+
+def fleet_event(name: str, what: str, about: str, content: object, at_ns: int) -> FleetEvent:
+    """An event with its body.
+
+    Args:
+        name: As `request.done`.
+        what: The key of its content, as `request`.
+        about: What tells it from others of that name.
+        content: What is said of it.
+        at_ns: When it was so.
+    """
+    event_id = f"{name}:{about}"
+    body = {"version": 1, "id": event_id, "event": name, "at_ns": at_ns, what: content}
+    return FleetEvent(event_id, name, msgspec.json.encode(body).decode())

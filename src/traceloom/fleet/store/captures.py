@@ -1,0 +1,470 @@
+"""The state of the service: captures, tasks, batches, leases, tokens and the audit, in SQLite or PostgreSQL.
+
+Every method is one transaction, and blocks: call it in a thread. Instants are of the database's clock where several
+services share it, so that hosts whose clocks differ agree on what a lease is.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal, get_args
+
+import msgspec
+
+from traceloom.errors import UsageError
+from traceloom.fleet.store.accounts import SessionState
+from traceloom.fleet.store.database import secret_hash
+from traceloom.fleet.store.hosts import HostState, JobFactState
+from traceloom.fleet.store.rules import DocumentState
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection, RowMapping
+
+TaskState = Literal["received", "checked", "analysed", "committed", "quarantined"]
+Role = Literal["viewer", "requester", "operator", "admin"]
+STATES: tuple[TaskState, ...] = get_args(TaskState)
+ROLES: tuple[Role, ...] = get_args(Role)
+
+ATTEMPTS = 3
+"""How often a task is tried before it is quarantined."""
+
+_WAIT_NS = 2 * 10**9  # before a task that failed is tried again; doubled the second time
+_ERROR_CHARACTERS = 2000
+
+
+class FileOfCapture(msgspec.Struct, frozen=True):
+    """A file that belongs to a capture: its name in there, its bytes and their SHA-256 in hexadecimal."""
+
+    name: str
+    size: int
+    sha256: str
+
+
+class CaptureRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A capture. `day`: in UTC, of its arrival; `complete`: all files are there."""
+
+    id: str
+    day: str
+    job: str
+    uploader: str
+    received_ns: int
+    complete: bool
+    bytes: int
+    files: tuple[FileOfCapture, ...]
+
+
+class TaskRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The analysis of a capture by one version. `again`: rows of an earlier one are to be replaced."""
+
+    id: str
+    capture: str
+    version: str
+    state: TaskState
+    attempts: int
+    again: bool
+    error: str
+    created_ns: int
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """Tasks whose rows are committed together, under a number."""
+
+    number: int
+    again: bool
+    tasks: tuple[TaskRecord, ...]
+
+
+class TokenRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A token, without its secret. `expires_ns`, `revoked_ns`: 0 where it does not, or was not."""
+
+    name: str
+    role: Role
+    created_ns: int
+    expires_ns: int
+    revoked_ns: int
+
+    @property
+    def opens(self) -> bool:
+        """Whether it opens anything now: it was not revoked, and has not expired."""
+        return not self.revoked_ns and not 0 < self.expires_ns <= time.time_ns()
+
+
+class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """Who did what, or was refused; `result` is `done` or the slug of the refusal."""
+
+    at_ns: int
+    who: str
+    what: str
+    result: str
+    details: dict[str, str]
+
+
+class State(HostState, DocumentState, JobFactState, SessionState):
+    """All of the state: captures, tasks, batches, leases, tokens and the audit, beside hosts, documents and jobs."""
+
+    # captures
+
+    def add_capture(self, record: CaptureRecord) -> CaptureRecord:
+        """Announce a capture; what is there under its name already is left as it is, and returned."""
+        with self._transaction() as connection:
+            values = msgspec.structs.asdict(record) | {
+                "files": msgspec.json.encode(record.files).decode(), "complete": int(record.complete),
+            }  # fmt: skip
+            self._change(
+                connection,
+                "INSERT INTO captures (id, day, job, uploader, received_ns, complete, bytes, files) VALUES "
+                "(:id, :day, :job, :uploader, :received_ns, :complete, :bytes, :files) ON CONFLICT DO NOTHING",
+                **values,
+            )
+            [row] = self._rows(connection, "SELECT * FROM captures WHERE id = :id", id=record.id)
+            return _capture(row)
+
+    def complete_capture(self, capture: str, version: str) -> None:
+        """All files of a capture are there: it is to be analysed by `version`, once however often this is called."""
+        with self._transaction() as connection:
+            statement = "UPDATE captures SET complete = 1 WHERE id = :id AND complete = 0"
+            if self._change(connection, statement, id=capture):
+                self._add_task(connection, capture, version, again=False)
+
+    def capture(self, name: str) -> CaptureRecord | None:
+        """One capture, None where there is none of that name."""
+        with self._transaction() as connection:
+            rows = self._rows(connection, "SELECT * FROM captures WHERE id = :id", id=name)
+            return _capture(rows[0]) if rows else None
+
+    def captures(
+        self, *, uploader: str = "", job: str = "", most: int = 100, before_ns: int = 0
+    ) -> list[CaptureRecord]:
+        """Captures that are complete, newest first: of all or of one uploader or job, received before an instant."""
+        with self._transaction() as connection:
+            rows = self._rows(
+                connection,
+                "SELECT * FROM captures WHERE complete = 1 AND (:uploader = '' OR uploader = :uploader) "
+                "AND (:job = '' OR job = :job) AND (:before = 0 OR received_ns < :before) "
+                "ORDER BY received_ns DESC, id LIMIT :most",
+                uploader=uploader, job=job, before=before_ns, most=most,
+            )  # fmt: skip
+            return [_capture(row) for row in rows]
+
+    # tasks
+
+    def _add_task(self, connection: Connection, capture: str, version: str, *, again: bool) -> int:
+        now = self._now_ns(connection)
+        return self._change(
+            connection,
+            "INSERT INTO tasks (id, capture, version, state, attempts, again, holder, free_at_ns, error, created_ns) "
+            "VALUES (:id, :capture, :version, 'received', 0, :again, '', 0, '', :now) ON CONFLICT DO NOTHING",
+            id=f"{capture}.{version}", capture=capture, version=version, again=int(again), now=now,
+        )  # fmt: skip
+
+    def claim(self, holder: str, lease_s: float) -> TaskRecord | None:
+        """Take the task that waits longest, for so many seconds; None where none waits.
+
+        One whose lease ended three times is quarantined: whoever worked on it died of it, as far as one can tell.
+        """
+        with self._transaction() as connection:
+            now = self._now_ns(connection)
+            self._change(
+                connection,
+                "UPDATE tasks SET state = 'quarantined', holder = '', error = CASE WHEN error = '' THEN "
+                "'whoever worked on it ended before it did' ELSE error END "
+                "WHERE state IN ('received', 'checked') AND free_at_ns <= :now AND attempts >= :most",
+                now=now, most=ATTEMPTS,
+            )  # fmt: skip
+            skipping = "" if self._lite else " FOR UPDATE SKIP LOCKED"
+            rows = self._rows(
+                connection,
+                "SELECT id FROM tasks WHERE state IN ('received', 'checked') AND free_at_ns <= :now "  # noqa: S608
+                f"ORDER BY created_ns, id LIMIT 1{skipping}",
+                now=now,
+            )
+            if not rows:
+                return None
+            self._change(
+                connection,
+                "UPDATE tasks SET holder = :holder, free_at_ns = :until, attempts = attempts + 1 WHERE id = :id",
+                holder=holder, until=now + int(lease_s * 1e9), id=rows[0]["id"],
+            )  # fmt: skip
+            [row] = self._rows(connection, "SELECT * FROM tasks WHERE id = :id", id=rows[0]["id"])
+            return _task(row)
+
+    def renew(self, task: str, holder: str, lease_s: float) -> bool:
+        """Keep a task for longer; False: the lease had ended and somebody else has it."""
+        with self._transaction() as connection:
+            until = self._now_ns(connection) + int(lease_s * 1e9)
+            return bool(self._held(connection, "free_at_ns = :until", task, holder, until=until))
+
+    def advance(self, task: str, holder: str, state: Literal["checked", "analysed"]) -> bool:
+        """A task came this far; False: it is no longer held, and nothing changed."""
+        with self._transaction() as connection:
+            done = state == "analysed"
+            release = ", holder = '', error = '', attempts = 0" if done else ""
+            return bool(self._held(connection, f"state = :state{release}", task, holder, state=state))
+
+    def fail(self, task: str, holder: str, error: str, *, final: bool = False) -> None:
+        """A task failed: it waits for its next try, or is quarantined after its last, or at once where that is vain."""
+        # PostgreSQL keeps neither zero bytes nor halves of characters, which errors about strange files may quote.
+        error = error.encode("utf-8", "replace").decode().replace("\0", " ")
+        with self._transaction() as connection:
+            now = self._now_ns(connection)
+            self._held(
+                connection,
+                "error = :error, holder = '', free_at_ns = :now + :wait * attempts, "
+                "state = CASE WHEN :final = 1 OR attempts >= :most THEN 'quarantined' ELSE state END",
+                task, holder, error=error[:_ERROR_CHARACTERS], now=now, wait=_WAIT_NS, final=int(final), most=ATTEMPTS,
+            )  # fmt: skip
+
+    def give_back(self, task: str, holder: str, wait_s: float) -> None:
+        """Leave a task to others after so many seconds, as if it had not been taken."""
+        with self._transaction() as connection:
+            free_at = self._now_ns(connection) + int(wait_s * 1e9)
+            change = "holder = '', free_at_ns = :free_at, attempts = attempts - 1"
+            self._held(connection, change, task, holder, free_at=free_at)
+
+    def _held(self, connection: Connection, change: str, task: str, holder: str, **values: object) -> int:
+        """Change a task that is still held; the change is SQL of this class, values are bound."""
+        return self._change(
+            connection,
+            f"UPDATE tasks SET {change} WHERE id = :id AND holder = :holder AND state IN ('received', 'checked')",  # noqa: S608
+            id=task, holder=holder, **values,
+        )  # fmt: skip
+
+    def tasks(self, *captures: str) -> list[TaskRecord]:
+        """All tasks of some captures, oldest first."""
+        from sqlalchemy import String, bindparam
+
+        statement = self._text("SELECT * FROM tasks WHERE capture IN :captures ORDER BY created_ns, id").bindparams(
+            bindparam("captures", expanding=True, type_=String())  # of what type none is, PostgreSQL wants to know
+        )
+        with self._transaction() as connection:
+            return [_task(row) for row in connection.execute(statement, {"captures": captures}).mappings()]
+
+    def quarantined(self, most: int = 100) -> list[TaskRecord]:
+        """Tasks that gave nothing, newest first."""
+        statement = "SELECT * FROM tasks WHERE state = 'quarantined' ORDER BY created_ns DESC, id LIMIT :most"
+        with self._transaction() as connection:
+            return [_task(row) for row in self._rows(connection, statement, most=most)]
+
+    def counts(self) -> dict[TaskState, int]:
+        """How many tasks are in each state."""
+        with self._transaction() as connection:
+            rows = self._rows(connection, "SELECT state, COUNT(*) AS n FROM tasks GROUP BY state")
+            return dict.fromkeys(STATES, 0) | {row["state"]: row["n"] for row in rows}
+
+    def backfill(self, version: str, *, again: bool = False) -> int:
+        """Analyse captures again that this version did not analyse yet; returns how many.
+
+        Args:
+            version: Of the analysis.
+            again: Those that it quarantined, too.
+
+        Captures of which a task is still on its way are left to it.
+        """
+        with self._transaction() as connection:
+            changed = 0
+            if again:
+                changed = self._change(
+                    connection,
+                    "UPDATE tasks SET state = 'received', attempts = 0, free_at_ns = 0, error = '', again = CASE WHEN "
+                    "EXISTS (SELECT 1 FROM tasks o WHERE o.capture = tasks.capture AND o.state = 'committed') "
+                    "THEN 1 ELSE again END WHERE state = 'quarantined' AND version = :version",
+                    version=version,
+                )
+            rows = self._rows(
+                connection,
+                "SELECT c.id, COUNT(d.id) AS committed FROM captures c LEFT JOIN tasks d ON d.capture = c.id "
+                "AND d.state = 'committed' WHERE c.complete = 1 AND NOT EXISTS (SELECT 1 FROM tasks t WHERE "
+                "t.capture = c.id AND (t.version = :version OR t.state NOT IN ('committed', 'quarantined'))) "
+                "GROUP BY c.id",
+                version=version,
+            )
+            return changed + sum(
+                self._add_task(connection, row["id"], version, again=row["committed"] > 0) for row in rows
+            )
+
+    # batches
+
+    def rows_wait(self, *, minutes: bool) -> bool:
+        """Whether captures wait to be put into the tables, or `minutes` of hosts, or what jobs say of themselves."""
+        waiting = ["batches WHERE done = 0", "tasks WHERE state = 'analysed' AND batch IS NULL"]
+        if minutes:
+            waiting += ["usage_waiting", "job_facts WHERE batch IS NULL OR batch > 0"]
+        with self._transaction() as connection:
+            return any(self._rows(connection, f"SELECT 1 FROM {rows} LIMIT 1") for rows in waiting)  # noqa: S608
+
+    def open_batch(self, most: int, term: str) -> Batch | None:
+        """The batch that is to be committed: the one that was begun and not ended, else a new one of tasks that wait.
+
+        A batch either replaces rows in all of its tasks or in none.
+
+        Raises:
+            OutputError: `not-leading`: it is not `term` that leads.
+        """
+        with self._transaction() as connection:
+            self._check_leader(connection, term)
+            rows = self._rows(connection, "SELECT * FROM batches WHERE done = 0 ORDER BY number")
+            if not rows:
+                waiting = self._rows(
+                    connection,
+                    "SELECT id, again FROM tasks WHERE state = 'analysed' AND batch IS NULL ORDER BY created_ns, id "
+                    "LIMIT :most",
+                    most=most,
+                )
+                if not waiting:
+                    return None
+                again = waiting[0]["again"]
+                self._change(
+                    connection,
+                    "INSERT INTO batches (number, again, done) "
+                    "SELECT COALESCE(MAX(number), 0) + 1, :again, 0 FROM batches",
+                    again=again,
+                )
+                rows = self._rows(connection, "SELECT * FROM batches WHERE done = 0")
+                for row in waiting:
+                    if row["again"] == again:
+                        statement = "UPDATE tasks SET batch = :number WHERE id = :id"
+                        self._change(connection, statement, number=rows[0]["number"], id=row["id"])
+            number = rows[0]["number"]
+            tasks = self._rows(connection, "SELECT * FROM tasks WHERE batch = :number ORDER BY id", number=number)
+            return Batch(number, bool(rows[0]["again"]), tuple(_task(row) for row in tasks))
+
+    def close_batch(self, number: int, term: str) -> None:
+        """All tables hold the batch. Errors as of `open_batch`."""
+        with self._transaction() as connection:
+            self._check_leader(connection, term)
+            self._change(connection, "UPDATE tasks SET state = 'committed' WHERE batch = :number", number=number)
+            self._change(connection, "UPDATE batches SET done = 1 WHERE number = :number", number=number)
+
+    def number(self, name: str) -> int:
+        """A number that is kept by name; 0 where none is."""
+        with self._transaction() as connection:
+            rows = self._rows(connection, "SELECT value FROM numbers WHERE name = :name", name=name)
+            return int(rows[0]["value"]) if rows else 0
+
+    def put_number(self, name: str, value: int) -> None:
+        """Keep a number."""
+        with self._transaction() as connection:
+            self._change(
+                connection,
+                "INSERT INTO numbers (name, value) VALUES (:name, :value) "
+                "ON CONFLICT (name) DO UPDATE SET value = :value",
+                name=name, value=value,
+            )  # fmt: skip
+
+    # leases
+
+    def lead(self, name: str, holder: str, lease_s: float) -> bool:
+        """Whether `holder` does what `name` says, for so many seconds: one of all services does."""
+        with self._transaction() as connection:
+            now = self._now_ns(connection)
+            values = {"name": name, "holder": holder, "now": now, "until": now + int(lease_s * 1e9)}
+            return bool(
+                self._change(
+                    connection,
+                    "INSERT INTO leases (name, holder, until_ns) VALUES (:name, :holder, :until) ON CONFLICT (name) "
+                    "DO UPDATE SET holder = :holder, until_ns = :until "
+                    "WHERE leases.holder = :holder OR leases.until_ns <= :now",
+                    **values,
+                )
+            )
+
+    def keep_leading(self, name: str, holder: str, lease_s: float) -> bool:
+        """Lead for longer, also where the time was over and nobody else took it; False: another one has led since."""
+        with self._transaction() as connection:
+            until = self._now_ns(connection) + int(lease_s * 1e9)
+            statement = "UPDATE leases SET until_ns = :until WHERE name = :name AND holder = :holder"
+            return bool(self._change(connection, statement, name=name, holder=holder, until=until))
+
+    def resign(self, holder: str) -> None:
+        """Let others lead at once."""
+        with self._transaction() as connection:
+            self._change(connection, "DELETE FROM leases WHERE holder = :holder", holder=holder)
+
+    # tokens
+
+    def add_token(self, name: str, role: Role, *, days: float = 0, secret: str = "") -> str:
+        """Make a token; only the returned secret opens anything, only its hash is kept.
+
+        Args:
+            name: What it is called.
+            role: What it may do.
+            days: After how many it expires; 0: never.
+            secret: Keep this one, instead of a random one.
+
+        Raises:
+            UsageError: `token-exists`: there is one of that name, which was not revoked.
+        """
+        secret = secret or f"tl_{secrets.token_urlsafe(32)}"
+        with self._transaction() as connection:
+            now = time.time_ns()
+            self._change(connection, "DELETE FROM tokens WHERE name = :name AND revoked_ns > 0", name=name)
+            added = self._change(
+                connection,
+                "INSERT INTO tokens (name, role, sha256, created_ns, expires_ns, revoked_ns) VALUES "
+                "(:name, :role, :sha256, :now, :expires, 0) ON CONFLICT (name) DO NOTHING",
+                name=name, role=role, sha256=secret_hash(secret), now=now,
+                expires=now + int(days * 86_400e9) if days else 0,
+            )  # fmt: skip
+        if not added:
+            raise UsageError(
+                f"there is a token `{name}`", slug="token-exists", hint="revoke it first, or take another name"
+            )
+        return secret
+
+    def token(self, secret: str) -> TokenRecord | None:
+        """The token with this secret, None where it is none, expired or was revoked."""
+        return self.token_of(secret_hash(secret))
+
+    def token_of(self, sha256: str) -> TokenRecord | None:
+        """The same by the hash of its secret."""
+        with self._transaction() as connection:
+            rows = self._rows(connection, "SELECT * FROM tokens WHERE sha256 = :sha256", sha256=sha256)
+        token = msgspec.convert(dict(rows[0]), TokenRecord) if rows else None
+        return token if token is not None and token.opens else None
+
+    def tokens(self) -> list[TokenRecord]:
+        """All tokens, by name."""
+        with self._transaction() as connection:
+            rows = self._rows(connection, "SELECT * FROM tokens ORDER BY name")
+        return [msgspec.convert(dict(row), TokenRecord) for row in rows]
+
+    def revoke_token(self, name: str) -> bool:
+        """Let a token open nothing any more; False where there is none that does."""
+        with self._transaction() as connection:
+            statement = "UPDATE tokens SET revoked_ns = :now WHERE name = :name AND revoked_ns = 0"
+            return bool(self._change(connection, statement, now=time.time_ns(), name=name))
+
+    # audit
+
+    def note(self, who: str, what: str, result: str, details: Mapping[str, str] | None = None) -> None:
+        """Add a line to the audit, which the database lets nobody change or remove."""
+        with self._transaction() as connection:
+            self._change(
+                connection,
+                "INSERT INTO audit (id, at_ns, who, what, result, details) "
+                "VALUES (:id, :now, :who, :what, :result, :details)",
+                id=secrets.token_hex(8), now=self._now_ns(connection), who=who, what=what, result=result,
+                details=json.dumps(dict(details or {})),
+            )  # fmt: skip
+
+    def audit(self, most: int = 1000) -> list[AuditEntry]:
+        """The last lines of the audit, newest first."""
+        with self._transaction() as connection:
+            rows = self._rows(connection, "SELECT * FROM audit ORDER BY at_ns DESC, id LIMIT :most", most=most)
+            return [
+                msgspec.convert({**row, "details": json.loads(row["details"])}, AuditEntry, strict=False)
+                for row in rows
+            ]
+
+
+def _capture(row: RowMapping) -> CaptureRecord:
+    return msgspec.convert(
+        {**row, "files": msgspec.json.decode(row["files"]), "complete": bool(row["complete"])}, CaptureRecord
+    )
+
+
+def _task(row: RowMapping) -> TaskRecord:
+    return msgspec.convert({**row, "again": bool(row["again"])}, TaskRecord)

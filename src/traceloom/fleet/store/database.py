@@ -1,0 +1,287 @@
+"""SQLite or PostgreSQL: connection, transactions, migrations; `State` = the tables below side by side.
+
+The statements are of the SQL that SQLite and PostgreSQL share; the guard of the audit is written for each.
+
+Every method of the state is one transaction, and blocks: call it in a thread. Instants are of the database's clock
+where several services share it, so that hosts whose clocks differ agree on what a lease is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from traceloom.errors import InputError, OutputError, UsageError, other_version
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection, RowMapping
+
+
+VERSION = 3
+"""Of the schema, which the database names; one of another version is refused."""
+
+_TABLES = (
+    (
+        "CREATE TABLE captures (id TEXT PRIMARY KEY, day TEXT NOT NULL, job TEXT NOT NULL, uploader TEXT NOT NULL, "
+        "received_ns BIGINT NOT NULL, complete BIGINT NOT NULL, bytes BIGINT NOT NULL, files TEXT NOT NULL)"
+    ),
+    "CREATE INDEX captures_received ON captures (received_ns)",
+    (
+        "CREATE TABLE tasks (id TEXT PRIMARY KEY, capture TEXT NOT NULL REFERENCES captures (id), "
+        "version TEXT NOT NULL, state TEXT NOT NULL, attempts BIGINT NOT NULL, again BIGINT NOT NULL, "
+        "holder TEXT NOT NULL, free_at_ns BIGINT NOT NULL, error TEXT NOT NULL, batch BIGINT, "
+        "created_ns BIGINT NOT NULL)"
+    ),
+    "CREATE INDEX tasks_state ON tasks (state, free_at_ns)",
+    "CREATE INDEX tasks_capture ON tasks (capture)",
+    "CREATE TABLE batches (number BIGINT PRIMARY KEY, again BIGINT NOT NULL, done BIGINT NOT NULL)",
+    "CREATE TABLE leases (name TEXT PRIMARY KEY, holder TEXT NOT NULL, until_ns BIGINT NOT NULL)",
+    (
+        "CREATE TABLE tokens (name TEXT PRIMARY KEY, role TEXT NOT NULL, sha256 TEXT NOT NULL UNIQUE, "
+        "created_ns BIGINT NOT NULL, expires_ns BIGINT NOT NULL, revoked_ns BIGINT NOT NULL)"
+    ),
+    (
+        "CREATE TABLE audit (id TEXT PRIMARY KEY, at_ns BIGINT NOT NULL, who TEXT NOT NULL, what TEXT NOT NULL, "
+        "result TEXT NOT NULL, details TEXT NOT NULL)"
+    ),
+    "CREATE INDEX audit_time ON audit (at_ns)",
+    (
+        "CREATE TABLE hosts (host TEXT PRIMARY KEY, sha256 TEXT NOT NULL, enrolled_ns BIGINT NOT NULL, "
+        "usage_through BIGINT NOT NULL)"
+    ),
+    "CREATE TABLE enrolments (sha256 TEXT PRIMARY KEY, host TEXT NOT NULL, expires_ns BIGINT NOT NULL)",
+    (
+        "CREATE TABLE requests (id TEXT PRIMARY KEY, asked_ns BIGINT NOT NULL, ended BIGINT NOT NULL, "
+        "document TEXT NOT NULL)"
+    ),
+    "CREATE INDEX requests_asked ON requests (asked_ns)",
+    (
+        "CREATE TABLE usage_waiting (host TEXT NOT NULL, minute BIGINT NOT NULL, since BIGINT NOT NULL, batch BIGINT, "
+        "document TEXT NOT NULL, PRIMARY KEY (host, minute))"
+    ),
+    "CREATE TABLE numbers (name TEXT PRIMARY KEY, value BIGINT NOT NULL)",
+    (
+        "CREATE TABLE documents (name TEXT NOT NULL, version BIGINT NOT NULL, at_ns BIGINT NOT NULL, "
+        "who TEXT NOT NULL, document TEXT NOT NULL, PRIMARY KEY (name, version))"
+    ),
+    (
+        "CREATE TABLE job_facts (job TEXT NOT NULL, since_ns BIGINT NOT NULL, batch BIGINT, document TEXT NOT NULL, "
+        "PRIMARY KEY (job, since_ns))"
+    ),
+    (
+        "CREATE TABLE webhooks (name TEXT PRIMARY KEY, url TEXT NOT NULL, secret TEXT NOT NULL, events TEXT NOT NULL, "
+        "created_ns BIGINT NOT NULL, delivered BIGINT NOT NULL, failed BIGINT NOT NULL, dropped BIGINT NOT NULL, "
+        "error TEXT NOT NULL)"
+    ),
+    (
+        "CREATE TABLE deliveries (webhook TEXT NOT NULL, id TEXT NOT NULL, event TEXT NOT NULL, "
+        "created_ns BIGINT NOT NULL, due_ns BIGINT NOT NULL, attempts BIGINT NOT NULL, document TEXT NOT NULL, "
+        "PRIMARY KEY (webhook, id))"
+    ),
+    "CREATE INDEX deliveries_due ON deliveries (webhook, due_ns)",
+    "CREATE TABLE settings (name TEXT PRIMARY KEY, document TEXT NOT NULL)",
+    "CREATE TABLE trigger_counts (name TEXT PRIMARY KEY, document TEXT NOT NULL)",
+    "CREATE TABLE trigger_charges (request TEXT PRIMARY KEY, document TEXT NOT NULL)",
+    "CREATE TABLE regressions_seen (series TEXT PRIMARY KEY, since_ns BIGINT NOT NULL)",
+    "CREATE TABLE sessions (sha256 TEXT PRIMARY KEY, token TEXT NOT NULL, expires_ns BIGINT NOT NULL)",
+)
+
+_GUARD: Mapping[str, tuple[str, ...]] = {
+    "sqlite": tuple(
+        f"CREATE TRIGGER audit_no_{verb} BEFORE {verb} ON audit "
+        "BEGIN SELECT RAISE(ABORT, 'the audit is only appended to'); END"
+        for verb in ("update", "delete")
+    ),
+    "postgresql": (
+        (
+            "CREATE FUNCTION audit_guard() RETURNS trigger LANGUAGE plpgsql AS "
+            "'BEGIN RAISE EXCEPTION $$the audit is only appended to$$; END'"
+        ),
+        (
+            "CREATE TRIGGER audit_guard BEFORE UPDATE OR DELETE OR TRUNCATE ON audit "
+            "FOR EACH STATEMENT EXECUTE FUNCTION audit_guard()"
+        ),
+    ),
+}
+
+SCHEMA: Mapping[str, tuple[str, ...]] = {dialect: (*_TABLES, *guard) for dialect, guard in _GUARD.items()}
+"""Dialect -> statements that make it."""
+
+LEADER = "committer"  # the lease of who talks to hosts and puts rows into the tables
+_BUSY_MS = 10_000  # how long SQLite waits for another writer
+
+
+class StateDatabase:
+    """The database; a new one gets its tables.
+
+    Args:
+        url: As of SQLAlchemy, `sqlite:///PATH` or `postgresql://USER@HOST/DATABASE`; or the path of a SQLite file.
+
+    Raises:
+        InputError: `no-extra`; `other-version`: it has another schema.
+        OutputError: `state-busy`, `state-unusable`.
+        UsageError: `wrong-usage`: another kind of database.
+
+    Attributes:
+        identity: By which the tables tell the batches of this state from those of another.
+        where: Its address, without a password.
+    """
+
+    def __init__(self, url: str) -> None:
+        try:
+            import sqlalchemy
+        except ImportError as error:
+            hint = "pip install 'traceloom[fleet]'"
+            raise InputError("the state of a fleet needs SQLAlchemy", slug="no-extra", hint=hint) from error
+        try:
+            address = sqlalchemy.make_url(url if "://" in url else f"sqlite:///{url}")
+            if address.drivername == "postgresql":
+                address = address.set(drivername="postgresql+psycopg")
+            if address.get_backend_name() not in SCHEMA:
+                raise UsageError("the state is kept in SQLite or PostgreSQL", slug="wrong-usage", where=url[:80])
+            self._engine = sqlalchemy.create_engine(address, pool_pre_ping=True)
+        except (sqlalchemy.exc.ArgumentError, ImportError) as error:
+            raise UsageError(f"this is no address of a database here: {error}", slug="wrong-usage") from error
+        self.where = address.render_as_string(hide_password=True)
+        self._lite = address.get_backend_name() == "sqlite"
+        self._text = sqlalchemy.text
+        if self._lite:
+            if address.database:
+                try:
+                    Path(address.database).parent.mkdir(parents=True, exist_ok=True)
+                except OSError as error:
+                    raise _unusable(error.strerror or str(error), self.where) from error
+            sqlalchemy.event.listen(self._engine, "connect", _prepare_sqlite)
+            sqlalchemy.event.listen(self._engine, "begin", lambda connection: connection.exec_driver_sql(_BEGIN))
+        try:
+            self._prepare()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close its connections."""
+        self._engine.dispose()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[Connection]:
+        from sqlalchemy.exc import DBAPIError
+
+        try:
+            with self._engine.begin() as connection:
+                yield connection
+        except DBAPIError as error:
+            reason = str(error.orig).partition("\n")[0]
+            if "locked" in reason:
+                raise OutputError(
+                    "another process keeps the database locked", slug="state-busy", where=self.where,
+                    hint="try again; a backup or a shell may hold it",
+                ) from error  # fmt: skip
+            raise _unusable(reason, self.where) from error
+
+    def _rows(self, connection: Connection, statement: str, **values: object) -> Sequence[RowMapping]:
+        return connection.execute(self._text(statement), values).mappings().all()
+
+    def _change(self, connection: Connection, statement: str, **values: object) -> int:
+        return connection.execute(self._text(statement), values).rowcount
+
+    def _open_rows(
+        self, table: str, key: tuple[str, ...], series: str, most: int, term: str
+    ) -> Sequence[RowMapping]:  # fmt: skip
+        """Rows of a table that are to be put into the tables under one number: those that were begun and not ended,
+        else a new batch; none where none waits.
+
+        Args:
+            table: It has a column `batch`: its number, 0 once it has ended, and null before it was begun.
+            key: The columns that tell its rows apart; those that are least come first.
+            series: Of the numbers.
+            most: So many rows in a new batch.
+            term: By which this service leads.
+
+        Raises:
+            OutputError: `not-leading`.
+        """
+        columns, same = ", ".join(key), " AND ".join(f"{name} = :{name}" for name in key)
+        begun = f"SELECT * FROM {table} WHERE batch > 0 ORDER BY {columns}"  # noqa: S608  (names of ours)
+        new = f"SELECT {columns} FROM {table} WHERE batch IS NULL ORDER BY {columns} LIMIT :most"  # noqa: S608
+        begin = f"UPDATE {table} SET batch = :number WHERE {same}"  # noqa: S608
+        with self._transaction() as connection:
+            self._check_leader(connection, term)
+            rows = self._rows(connection, begun)
+            if not rows and (waiting := self._rows(connection, new, most=most)):
+                self._change(
+                    connection,
+                    "INSERT INTO numbers (name, value) VALUES (:name, 1) "
+                    "ON CONFLICT (name) DO UPDATE SET value = numbers.value + 1",
+                    name=series,
+                )
+                [row] = self._rows(connection, "SELECT value FROM numbers WHERE name = :name", name=series)
+                number = row["value"]
+                connection.execute(self._text(begin), [{**row, "number": number} for row in waiting])
+                rows = self._rows(connection, begun)
+            return rows
+
+    def _now_ns(self, connection: Connection) -> int:
+        if self._lite:  # which processes of one host share
+            return time.time_ns()
+        [row] = self._rows(connection, "SELECT CAST(EXTRACT(EPOCH FROM clock_timestamp()) * 1e9 AS BIGINT) AS now")
+        return cast("int", row["now"])
+
+    def _check_leader(self, connection: Connection, term: str) -> None:
+        """Let nothing be changed by who led once: the lease stays as it is until this transaction ends.
+
+        Raises:
+            OutputError: `not-leading`.
+        """
+        lock = "" if self._lite else " FOR SHARE"  # SQLite has one writer at a time
+        statement = f"SELECT 1 FROM leases WHERE name = :name AND holder = :term{lock}"  # noqa: S608
+        if not self._rows(connection, statement, name=LEADER, term=term):
+            raise OutputError("another service of this state leads now", slug="not-leading", where=self.where)
+
+    def _prepare(self) -> None:
+        with self._transaction() as connection:
+            if not self._lite:  # two services may start at once
+                connection.exec_driver_sql("SELECT pg_advisory_xact_lock(74661020)")
+            self._change(
+                connection,
+                "CREATE TABLE IF NOT EXISTS schema_version (version BIGINT NOT NULL, identity TEXT NOT NULL)",
+            )
+            if not self._rows(connection, "SELECT version FROM schema_version"):
+                for statement in SCHEMA[self._engine.dialect.name]:
+                    connection.exec_driver_sql(statement)
+                statement = "INSERT INTO schema_version (version, identity) VALUES (:version, :identity)"
+                self._change(connection, statement, version=VERSION, identity=secrets.token_hex(8))
+            [row] = self._rows(connection, "SELECT version, identity FROM schema_version")
+            if row["version"] != VERSION:
+                raise other_version("database", row["version"], VERSION, self.where)
+            self.identity: str = row["identity"]
+
+
+_BEGIN = "BEGIN IMMEDIATE"  # a transaction that reads and then writes would else be refused, not made to wait
+
+
+def _prepare_sqlite(connection: object, _record: object) -> None:
+    import sqlite3
+
+    assert isinstance(connection, sqlite3.Connection)
+    connection.isolation_level = None  # transactions begin where SQLAlchemy says so
+    connection.execute(f"PRAGMA busy_timeout = {_BUSY_MS}")
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA foreign_keys = ON")
+
+
+def _unusable(reason: str, where: str) -> OutputError:
+    return OutputError(
+        f"the state of the service cannot be used: {reason.lower()}", slug="state-unusable", where=where,
+        hint="it needs a disk with room that it may write to, or a PostgreSQL that answers",
+    )  # fmt: skip
+
+
+def secret_hash(secret: str) -> str:
+    """What is kept of a secret: its SHA-256, in hexadecimal."""
+    return hashlib.sha256(secret.encode()).hexdigest()

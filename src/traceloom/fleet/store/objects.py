@@ -1,0 +1,288 @@
+"""The files of the service: in a directory, or in S3, Google's or Azure's object store.
+
+`captures/DAY/ID/NAME` are the files of captures, `analysed/TASK.zip` rows that wait for their commit, `reports/` pages
+that were opened. What is written is whole or not there, and never changed afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, Literal
+from urllib.parse import unquote, urlsplit
+
+from traceloom.errors import InputError, OutputError, UsageError, unreadable
+from traceloom.system.files import is_address
+
+if TYPE_CHECKING:
+    from obstore.store import AzureStore, GCSStore, LocalStore, S3Store
+
+_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@+=-]{0,199}")
+_MOST_PARTS = 6
+_READ = 1 << 20
+_PARTIAL = ".incoming-"
+_LEFT_S = 86_400  # after which nobody writes a file any more
+_CLIENT = {"connect_timeout": "5s", "timeout": "600s"}
+_MOST_AT_ONCE = 5000 << 20
+"""Bytes that S3 (5 GiB) and Azure (5,000 MiB) both take by one PUT, as who has a signed address sends them."""
+_RETRY = {"max_retries": 3, "retry_timeout": timedelta(seconds=30)}
+SCHEMES = ("s3", "gs", "az", "abfss")
+
+
+def checked_name(name: str) -> str:
+    """The name of an object, or of a file of a capture: parts with `/` between, which lead nowhere else.
+
+    Raises:
+        UsageError: `unsafe-name`.
+    """
+    parts = name.split("/")
+    if len(parts) > _MOST_PARTS or not all(_PART.fullmatch(part) for part in parts):
+        raise UsageError(
+            f"{name[:80]!r} cannot be the name of a file here", slug="unsafe-name",
+            hint="names have letters, digits and . _ - @ + =, and begin with a letter, a digit or _",
+        )  # fmt: skip
+    return name
+
+
+class Objects:
+    """The files below an address.
+
+    Args:
+        url: Directory, or address as `s3://bucket/prefix`, `gs://...`, `az://...`.
+        options: What the object store needs (keys, endpoint), by the names of the `object_store` library; what is not
+            in it comes from the environment, as `AWS_ACCESS_KEY_ID`.
+
+    Raises:
+        InputError: `no-extra`: the extra `fleet` is not installed.
+        OutputError: `cannot-write`: the directory cannot be made.
+        UsageError: `wrong-usage`: an address of another kind.
+    """
+
+    def __init__(self, url: str, options: Mapping[str, str] | None = None) -> None:
+        self.url = url.rstrip("/")
+        self.directory: Path | None = None
+        self._store: S3Store | GCSStore | AzureStore | LocalStore
+        try:
+            from obstore.exceptions import BaseError
+            from obstore.store import LocalStore, from_url
+        except ImportError as error:
+            hint = "pip install 'traceloom[fleet]'"
+            raise InputError("the files of a fleet need obstore", slug="no-extra", hint=hint) from error
+        if is_address(url) and not url.startswith("file://"):
+            scheme = urlsplit(url).scheme
+            if scheme not in SCHEMES:
+                hint = f"it has {', '.join(SCHEMES)}, and directories"
+                raise UsageError("no object store has such addresses", slug="wrong-usage", where=url[:80], hint=hint)
+            config = dict(options or {})
+            plain = config.pop("aws_allow_http", os.environ.get("AWS_ALLOW_HTTP", ""))  # the client's options go before
+            try:
+                self._store = from_url(  # type: ignore[call-overload]
+                    self.url, config=config, retry_config=_RETRY,
+                    client_options={**_CLIENT, "allow_http": plain.lower() in {"1", "true"}},
+                )  # fmt: skip
+            except (BaseError, ValueError) as error:
+                reason = str(error).partition("\n")[0]
+                raise UsageError(f"the address cannot be used: {reason}", slug="wrong-usage", where=url[:80]) from error
+            return
+        self.directory = Path(unquote(urlsplit(url).path) if url.startswith("file://") else url).absolute()
+        try:
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise _unwritable(self.directory, error) from error
+        self._store = LocalStore(self.directory)
+        for left in self.directory.glob(f"{_PARTIAL}*"):  # by a process that was killed
+            with suppress(FileNotFoundError):
+                if left.stat().st_mtime < time.time() - _LEFT_S:
+                    left.unlink()
+
+    def put(self, name: str, content: bytes) -> bool:
+        """Write a small object that is not there yet; False: it was, and is left as it is.
+
+        Raises:
+            OutputError: `cannot-write`.
+            UsageError: `unsafe-name`.
+        """
+        from obstore.exceptions import AlreadyExistsError, BaseError
+
+        checked_name(name)
+        if self.directory is not None:
+            with self.writing(name) as file:
+                file.write(content)
+            return not file.existed
+        try:
+            self._store.put(name, content, mode="create", use_multipart=False)
+        except AlreadyExistsError:
+            return False
+        except (BaseError, OSError) as error:
+            raise _unwritable(self._where(name), error) from error
+        return True
+
+    def put_file(self, name: str, path: Path) -> None:
+        """Write a file of any size under a name; what is there already is left as it is. Errors as of `put`."""
+        from obstore.exceptions import BaseError
+
+        checked_name(name)
+        if self.directory is not None:
+            with path.open("rb") as source, self.writing(name) as file:
+                shutil.copyfileobj(source, file, 1 << 20)
+            return
+        if self.size(name) is None:
+            try:
+                self._store.put(name, path)
+            except (BaseError, OSError) as error:
+                raise _unwritable(self._where(name), error) from error
+
+    @contextmanager
+    def writing(self, name: str) -> Iterator[NewFile]:
+        """A new file of a directory, which is there under its name once all is written inside, and else not at all.
+
+        Raises:
+            OutputError: `cannot-write`.
+            UsageError: `unsafe-name`.
+        """
+        assert self.directory is not None, "object stores take files by `upload_url`"
+        path = self.directory / checked_name(name)
+        partial = self.directory / f"{_PARTIAL}{secrets.token_hex(8)}"
+        try:
+            with partial.open("xb") as handle:
+                file = NewFile(handle)
+                yield file
+                handle.flush()
+                os.fsync(handle.fileno())
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(partial, path)  # unlike a rename it replaces nothing
+            except FileExistsError:
+                file.existed = True
+        except OSError as error:
+            raise _unwritable(path, error) from error
+        finally:
+            with suppress(FileNotFoundError):
+                partial.unlink()
+
+    @property
+    def most_uploaded(self) -> int:
+        """Bytes that a file may have which somebody else sends to this store."""
+        return sys.maxsize if self.directory is not None else _MOST_AT_ONCE
+
+    def upload_url(self, name: str, seconds: int) -> str | None:
+        """Where anybody may PUT this object for so many seconds; None for a directory.
+
+        Raises:
+            InputError: `unreadable`: there are no credentials to sign with.
+            UsageError: `unsafe-name`.
+        """
+        return None if self.directory is not None else self._signed("PUT", name, seconds)
+
+    def readable_at(self, name: str, seconds: int) -> str | None:
+        """Where a process without credentials reads this object for so many seconds: an address that is signed for it
+        alone, or the path in a directory; None where a directory has no such file.
+
+        Raises:
+            InputError: `unreadable`: there are no credentials to sign with.
+            UsageError: `unsafe-name`.
+        """
+        if self.directory is None:
+            return self._signed("GET", name, seconds)
+        path = self.directory / checked_name(name)
+        return str(path) if path.is_file() else None
+
+    def _signed(self, method: Literal["GET", "PUT"], name: str, seconds: int) -> str:
+        import obstore
+        from obstore.exceptions import BaseError
+        from obstore.store import LocalStore
+
+        checked_name(name)
+        assert not isinstance(self._store, LocalStore), "a directory signs nothing"
+        try:
+            return obstore.sign(self._store, method, name, timedelta(seconds=seconds))
+        except (BaseError, OSError, ValueError) as error:
+            raise self._unreadable(name, error) from error
+
+    def size(self, name: str) -> int | None:
+        """Bytes of an object, None where there is none.
+
+        Raises:
+            InputError: `unreadable`.
+        """
+        from obstore.exceptions import BaseError
+
+        try:
+            return self._store.head(checked_name(name))["size"]
+        except FileNotFoundError:
+            return None
+        except (BaseError, OSError) as error:
+            raise self._unreadable(name, error) from error
+
+    def chunks(self, name: str) -> Iterator[bytes]:
+        """The bytes of an object, in pieces.
+
+        Raises:
+            InputError: `unreadable`: it is not there, or its store does not answer.
+        """
+        from obstore.exceptions import BaseError
+
+        try:
+            for piece in self._store.get(checked_name(name)).stream(min_chunk_size=_READ):
+                yield bytes(piece)
+        except (BaseError, OSError) as error:
+            raise self._unreadable(name, error) from error
+
+    def delete(self, name: str) -> None:
+        """Take an object away, if it is there.
+
+        Raises:
+            OutputError: `cannot-write`.
+        """
+        from obstore.exceptions import BaseError
+
+        try:
+            self._store.delete(checked_name(name))
+        except FileNotFoundError:
+            return
+        except (BaseError, OSError) as error:
+            raise _unwritable(self._where(name), error) from error
+
+    def names(self, prefix: str) -> list[str]:
+        """The names below a prefix, such as `analysed`, sorted.
+
+        Raises:
+            InputError: `unreadable`.
+        """
+        from obstore.exceptions import BaseError
+
+        try:
+            return sorted(entry["path"] for page in self._store.list(checked_name(prefix)) for entry in page)
+        except (BaseError, OSError) as error:
+            raise self._unreadable(prefix, error) from error
+
+    def _where(self, name: str) -> str:
+        return f"{self.url}/{name}"
+
+    def _unreadable(self, name: str, error: Exception) -> InputError:
+        return unreadable(self._where(name), ValueError(str(error).partition("\n")[0]), "object")
+
+
+class NewFile:
+    """A file that is being written. `existed`: in the end there was one of its name already, which stays."""
+
+    def __init__(self, handle: BinaryIO) -> None:
+        self._handle = handle
+        self.existed = False
+
+    def write(self, piece: bytes) -> None:
+        """Add bytes."""
+        self._handle.write(piece)
+
+
+def _unwritable(where: object, error: Exception) -> OutputError:
+    reason = (getattr(error, "strerror", None) or str(error)).partition("\n")[0].lower()
+    return OutputError(f"the object cannot be written: {reason}", slug="cannot-write", where=str(where))

@@ -1,0 +1,325 @@
+"""Documents in versions, trigger rules and charges, webhooks and deliveries."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+
+import msgspec
+
+from traceloom.errors import UsageError
+from traceloom.fleet.store.database import StateDatabase
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+
+DocumentName = Literal["owners", "prices"]
+
+
+class KeptDocument(NamedTuple):
+    """A version of a document, from 1 on: since when it counts, who wrote it, its text."""
+
+    version: int
+    at_ns: int
+    who: str
+    document: str
+
+
+class DocumentState(StateDatabase):
+    """Documents and their earlier versions."""
+
+    def document(self, name: DocumentName, version: int | None = None) -> KeptDocument | None:
+        """A version of a document, the last one without a number; None where there is none."""
+        kept = self.documents(name, 1, version)
+        return kept[0] if kept else None
+
+    def documents(self, name: DocumentName, most: int = 1000, version: int | None = None) -> list[KeptDocument]:
+        """The versions of a document, newest first; of one number where it is named."""
+        with self._transaction() as connection:
+            rows = self._rows(
+                connection,
+                "SELECT version, at_ns, who, document FROM documents WHERE name = :name "
+                "AND (:version = 0 OR version = :version) ORDER BY version DESC LIMIT :most",
+                name=name, version=version or 0, most=most,
+            )  # fmt: skip
+            return [KeptDocument(row["version"], row["at_ns"], row["who"], row["document"]) for row in rows]
+
+    def put_document(self, name: DocumentName, who: str, document: str) -> int:
+        """Keep a new version; its number."""
+        with self._transaction() as connection:
+            # two who write at once get two numbers, or the second is refused by the key
+            [row] = self._rows(
+                connection,
+                "SELECT COALESCE(MAX(version), 0) + 1 AS version FROM documents WHERE name = :name",
+                name=name,
+            )
+            self._change(
+                connection,
+                "INSERT INTO documents (name, version, at_ns, who, document) "
+                "VALUES (:name, :version, :now, :who, :document)",
+                name=name, version=row["version"], now=self._now_ns(connection), who=who, document=document,
+            )  # fmt: skip
+            return int(row["version"])
+
+
+EventName = Literal["request.done", "request.partial", "request.failed", "regression.new"]
+EVENTS: tuple[EventName, ...] = get_args(EventName)
+MOST_WEBHOOKS = 32
+MOST_WAITING = 1000
+"""Deliveries of one webhook that wait; what comes beyond is dropped, and counted."""
+
+
+class FleetEvent(NamedTuple):
+    """Something that webhooks are told. `id` is the same however often it is told; `document`: the body, JSON."""
+
+    id: str
+    event: str
+    document: str
+
+
+class WebhookRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A webhook, without its secret. `failed`: given up after a day; `dropped`: too many waited; `error`: the last."""
+
+    name: str
+    url: str
+    events: tuple[EventName, ...]
+    created_ns: int
+    waiting: int = 0
+    delivered: int = 0
+    failed: int = 0
+    dropped: int = 0
+    error: str = ""
+
+
+class Delivery(msgspec.Struct, frozen=True, kw_only=True):
+    """An event that a webhook is to be told, with all that it takes."""
+
+    webhook: str
+    url: str
+    secret: str
+    id: str
+    event: str
+    document: str
+    created_ns: int
+    attempts: int
+
+
+class WebhookState(StateDatabase):
+    """Webhooks and their deliveries."""
+
+    def add_webhook(self, name: str, url: str, events: Collection[EventName]) -> str:
+        """Make a webhook; its secret, which nobody is told again.
+
+        Raises:
+            UsageError: `webhook-exists`; `too-many-webhooks`.
+        """
+        secret = f"tlw_{secrets.token_urlsafe(32)}"
+        with self._transaction() as connection:
+            [row] = self._rows(connection, "SELECT COUNT(*) AS number FROM webhooks")
+            if row["number"] >= MOST_WEBHOOKS:
+                raise UsageError(f"there are {MOST_WEBHOOKS} webhooks", slug="too-many-webhooks", hint="remove some")
+            added = self._change(
+                connection,
+                "INSERT INTO webhooks (name, url, secret, events, created_ns, delivered, failed, dropped, error) "
+                "VALUES (:name, :url, :secret, :events, :now, 0, 0, 0, '') ON CONFLICT (name) DO NOTHING",
+                name=name, url=url, secret=secret, events=json.dumps(sorted(events)), now=time.time_ns(),
+            )  # fmt: skip
+        if not added:
+            raise UsageError(
+                f"there is a webhook `{name}`", slug="webhook-exists", hint="remove it, or take another name"
+            )
+        return secret
+
+    def remove_webhook(self, name: str) -> bool:
+        """Tell it nothing any more; False where there is none."""
+        with self._transaction() as connection:
+            self._change(connection, "DELETE FROM deliveries WHERE webhook = :name", name=name)
+            return bool(self._change(connection, "DELETE FROM webhooks WHERE name = :name", name=name))
+
+    def webhooks(self) -> list[WebhookRecord]:
+        """All webhooks, by name."""
+        with self._transaction() as connection:
+            rows = self._rows(
+                connection,
+                "SELECT name, url, events, created_ns, delivered, failed, dropped, error, (SELECT COUNT(*) FROM "
+                "deliveries WHERE webhook = webhooks.name) AS waiting FROM webhooks ORDER BY name",
+            )
+            return [msgspec.convert({**row, "events": json.loads(row["events"])}, WebhookRecord) for row in rows]
+
+    def webhook_secret(self, name: str) -> str | None:
+        """What a webhook's deliveries are signed with; None where there is none of that name."""
+        with self._transaction() as connection:
+            rows = self._rows(connection, "SELECT secret FROM webhooks WHERE name = :name", name=name)
+            return str(rows[0]["secret"]) if rows else None
+
+    def due_deliveries(self, now_ns: int, busy: Collection[str] = ()) -> list[Delivery]:
+        """Of each webhook the oldest delivery that is due; none of those that are `busy`."""
+        with self._transaction() as connection:
+            names = self._rows(connection, "SELECT DISTINCT webhook FROM deliveries WHERE due_ns <= :now", now=now_ns)
+            rows = [
+                self._rows(
+                    connection,
+                    "SELECT d.webhook, w.url, w.secret, d.id, d.event, d.document, d.created_ns, d.attempts "
+                    "FROM deliveries d JOIN webhooks w ON w.name = d.webhook WHERE d.webhook = :name "
+                    "AND d.due_ns <= :now ORDER BY d.due_ns, d.created_ns, d.id LIMIT 1",
+                    now=now_ns, name=row["webhook"],
+                )
+                for row in names if row["webhook"] not in busy
+            ]  # fmt: skip
+            return [msgspec.convert(dict(row), Delivery) for (row,) in filter(None, rows)]
+
+    def close_delivery(self, delivery: Delivery, error: str = "", due_ns: int | None = None) -> None:
+        """It arrived; or it did not, and is tried again at `due_ns`, or never."""
+        whose = {"name": delivery.webhook, "id": delivery.id}
+        with self._transaction() as connection:
+            self._change(
+                connection, "UPDATE webhooks SET error = :error WHERE name = :name", error=error, name=delivery.webhook
+            )
+            if due_ns is not None:
+                self._change(
+                    connection,
+                    "UPDATE deliveries SET due_ns = :due, attempts = attempts + 1 WHERE webhook = :name AND id = :id",
+                    due=due_ns, **whose,
+                )  # fmt: skip
+                return
+            self._change(connection, "DELETE FROM deliveries WHERE webhook = :name AND id = :id", **whose)
+            counted = "failed = failed + 1" if error else "delivered = delivered + 1"
+            self._change(connection, f"UPDATE webhooks SET {counted} WHERE name = :name", name=delivery.webhook)  # noqa: S608
+
+    def _tell(self, connection: Connection, events: Sequence[FleetEvent]) -> None:
+        """Have events told to every webhook that wants them, as part of the change that they are about."""
+        if not events:
+            return
+        now = time.time_ns()
+        waiting = (
+            "SELECT name, events, (SELECT COUNT(*) FROM deliveries WHERE webhook = webhooks.name) AS n FROM webhooks"
+        )
+        for row in self._rows(connection, waiting):
+            wanted = [event for event in events if event.event in json.loads(row["events"])]
+            room = max(MOST_WAITING - row["n"], 0)
+            for event in wanted[:room]:
+                self._change(
+                    connection,
+                    "INSERT INTO deliveries (webhook, id, event, created_ns, due_ns, attempts, document) "
+                    "VALUES (:webhook, :id, :event, :now, :now, 0, :document) ON CONFLICT DO NOTHING",
+                    webhook=row["name"], id=event.id, event=event.event, now=now, document=event.document,
+                )  # fmt: skip
+            if dropped := len(wanted[room:]):
+                statement = "UPDATE webhooks SET dropped = dropped + :more WHERE name = :name"
+                self._change(connection, statement, more=dropped, name=row["name"])
+
+
+_RULES, _LOOKED, _BATCH = "triggers", "regressions looked for", "batch that rules have seen"
+
+
+class CommittedCapture(NamedTuple):
+    """A capture whose rows came into the tables, and its job."""
+
+    capture: str
+    job: str
+
+
+class TriggerState(WebhookState):
+    """Rules, charges and counts, as documents of their owner."""
+
+    def trigger_rules(self) -> str:
+        """The rules as they were set, TOML; "" where nobody has."""
+        with self._transaction() as connection:
+            rows = self._rows(connection, "SELECT document FROM settings WHERE name = :name", name=_RULES)
+            return str(rows[0]["document"]) if rows else ""
+
+    def set_trigger_rules(self, text: str) -> None:
+        """Put rules in the place of those before."""
+        with self._transaction() as connection:
+            self._set(connection, "settings", _RULES, text)
+
+    def trigger_documents(self) -> tuple[list[str], dict[str, str]]:
+        """Charges, and rule -> what it did."""
+        with self._transaction() as connection:
+            charges = self._rows(connection, "SELECT document FROM trigger_charges")
+            counts = self._rows(connection, "SELECT name, document FROM trigger_counts")
+            return [row["document"] for row in charges], {row["name"]: row["document"] for row in counts}
+
+    def put_trigger_documents(
+        self, charges: Mapping[str, str], counts: Mapping[str, str], gone: Sequence[str] = ()
+    ) -> None:
+        """Write charges (by request) and counts (by rule) that have changed, and forget others."""
+        with self._transaction() as connection:
+            for request, document in charges.items():
+                self._change(
+                    connection,
+                    "INSERT INTO trigger_charges (request, document) VALUES (:request, :document) "
+                    "ON CONFLICT (request) DO UPDATE SET document = :document",
+                    request=request, document=document,
+                )  # fmt: skip
+            for request in gone:
+                self._change(connection, "DELETE FROM trigger_charges WHERE request = :request", request=request)
+            for name, document in counts.items():
+                self._set(connection, "trigger_counts", name, document)
+
+    def newly_committed(self, most: int = 1000) -> tuple[int, list[CommittedCapture]]:
+        """The last batch, and captures that were first analysed in it or since the one that was noted last.
+
+        None are new before one was noted.
+        """
+        with self._transaction() as connection:
+            rows = self._rows(connection, "SELECT document FROM settings WHERE name = :name", name=_BATCH)
+            [last] = self._rows(connection, "SELECT COALESCE(MAX(batch), 0) AS n FROM tasks WHERE state = 'committed'")
+            through = last["n"]
+            new = [] if not rows else self._rows(
+                connection,
+                "SELECT t.capture, c.job FROM tasks t JOIN captures c ON c.id = t.capture WHERE t.state = 'committed' "
+                "AND t.again = 0 AND t.batch > :after AND t.batch <= :through ORDER BY t.batch DESC, t.capture "
+                "LIMIT :most",
+                after=int(rows[0]["document"]), through=through, most=most,
+            )  # fmt: skip
+            return through, [CommittedCapture(row["capture"], row["job"]) for row in new]
+
+    def note_committed(self, through: int) -> None:
+        """Captures up to this batch are new no more."""
+        with self._transaction() as connection:
+            self._set(connection, "settings", _BATCH, str(through))
+
+    def add_regressions(
+        self, since_ns: Mapping[str, int], apart_ns: int, event: Callable[[str], FleetEvent]
+    ) -> list[str]:
+        """Know of regressions, and tell webhooks of those that are new; these.
+
+        Args:
+            since_ns: Series -> when it became slower, in ns since the epoch.
+            apart_ns: How much later a series must have become slower for that to be another regression: more jobs move
+                the place of a change a little.
+            event: What webhooks are told of a series.
+
+        At the very first look all are known, and none is new.
+        """
+        with self._transaction() as connection:
+            first = not self._rows(connection, "SELECT document FROM settings WHERE name = :name", name=_LOOKED)
+            self._set(connection, "settings", _LOOKED, "")
+            rows = self._rows(connection, "SELECT series, since_ns FROM regressions_seen")
+            seen = {row["series"]: row["since_ns"] for row in rows}
+            new = [name for name, at_ns in since_ns.items() if name not in seen or at_ns > seen[name] + apart_ns]
+            for name in new:
+                self._change(
+                    connection,
+                    "INSERT INTO regressions_seen (series, since_ns) VALUES (:series, :since) "
+                    "ON CONFLICT (series) DO UPDATE SET since_ns = :since",
+                    series=name, since=since_ns[name],
+                )  # fmt: skip
+            if first:
+                return []
+            self._tell(connection, [event(name) for name in new])
+            return new
+
+    def _set(self, connection: Connection, table: str, name: str, document: str) -> None:
+        """Put a document under a name into a table of such, which is one of ours."""
+        self._change(
+            connection,
+            f"INSERT INTO {table} (name, document) VALUES (:name, :document) "  # noqa: S608
+            "ON CONFLICT (name) DO UPDATE SET document = :document",
+            name=name, document=document,
+        )  # fmt: skip

@@ -1,0 +1,320 @@
+"""Columns of the tables; usage minutes that add up.
+
+All tables are partitioned by `day`. Times are int64 nanoseconds, instants Unix time; what is not known is null.
+docs/reference/fleet-tables.md is made of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import date, datetime, timezone
+
+import numpy as np
+import polars as pl
+
+from traceloom.analyze.idle import CAUSES
+from traceloom.trace.array_types import Floats, Ints
+from traceloom.trace.columns import column
+from traceloom.trace.frames import Column
+
+VERSION = 1
+"""Of all schemas together; a service refuses tables of another version."""
+
+STATES = ("busy", "idle-allocated", "unallocated", "unreachable")
+"""What a device can be in: it computes; a job holds it; nobody does; its agent does not say."""
+
+MINUTE_MS = 60_000
+BUSY, ALLOCATED, UNALLOCATED, UNREACHABLE = STATES
+
+DIMENSIONS = ("division", "product", "application", "model", "user", "framework")
+"""Whose a job is, beside its name: what owners say."""
+
+_NOT_SAID = "nobody says it"
+_NO_STEPS = "the trace holds no whole step"
+_NO_MODEL = "the file does not name the device"
+
+
+@dataclass(frozen=True, slots=True)
+class TableSchema:
+    """One table.
+
+    Attributes:
+        name: Of the table and of its directory.
+        meaning: What a row is.
+        types: The columns in order, `day` first.
+        columns: Their declarations.
+        keep_days: After how many days rows are removed; None: never.
+    """
+
+    name: str
+    meaning: str
+    types: pl.Schema
+    columns: Mapping[str, Column]
+    keep_days: int | None = None
+
+    def empty(self) -> pl.DataFrame:
+        """The table without rows."""
+        return pl.DataFrame(schema=self.types)
+
+    def complete(self, frame: pl.DataFrame) -> pl.DataFrame:
+        """Rows with all columns of the table, in order and of its types; null where the frame has no such column.
+
+        Raises:
+            ValueError: The frame has a column that the table has not.
+        """
+        if strange := set(frame.columns) - set(self.types):
+            raise ValueError(f"`{self.name}` has no column {', '.join(sorted(strange))}")
+        return frame.select(
+            pl.col(key).cast(kind) if key in frame.columns else pl.lit(None, kind).alias(key)
+            for key, kind in self.types.items()
+        )
+
+
+_DAY = Column("text", "Day", "day in UTC of the start of the capture or of the time, which tables are partitioned by")
+_CAPTURE = Column("text", "Capture", "name of the capture")
+_MODEL = Column("text", "Device", "model of the device", _NO_MODEL)
+_JOB = Column("text", "Job", "name of the job", "it belongs to none, or nothing says which")
+
+_OWNERS: dict[str, Column] = {
+    "job": Column("text", "Job", "name of the job"),
+    "scheduler": Column("text", "Scheduler", "what started the job: slurm, kubernetes, ...", "nothing names it"),
+    "user": Column("text", "User", "who started it", _NOT_SAID),
+    "model": Column("text", "Model", "model that is trained or served", _NOT_SAID),
+    "product": Column("text", "Product", "product that it is for", _NOT_SAID),
+    "division": Column("text", "Division", "division that pays for it", _NOT_SAID),
+    "application": Column("text", "Application", "sort of work: training, inference, evaluation, ...", _NOT_SAID),
+    "framework": Column("text", "Framework", "framework that it runs on", "no framework was seen in its processes"),
+    "labels": Column("text", "Labels", "labels of the job, as JSON text of an object of texts", "it has none"),
+    "valid_from_ns": Column("time", "From", "from when on this holds, Unix time"),
+    "valid_to_ns": Column("time", "Until", "when it ceases to hold, Unix time", "it holds on"),
+}
+
+_USAGE: dict[str, Column] = {
+    "time_ns": Column("time", "Time", "start of the minute or hour, Unix time"),
+    "host": Column("text", "Host", "name of the host"),
+    "device": Column("text", "Device", "uuid of the device"),
+    "device_model": Column("text", "Model", "model of the device", "the agent does not name it"),
+    "job": _JOB,
+    "state": Column("text", "State", f"what the device was in: {', '.join(STATES)}"),
+    "device_ms": Column(
+        "count", "Device time, ms",
+        "share of the device's time, milliseconds: of each device and minute they add up to 60,000",
+    ),
+    "busy_ms": Column(
+        "count", "Own busy time, ms",
+        "time in which the job itself kept the device busy, ms; what several do at once counts for each",
+        "only busy time has it, where it is measured",
+    ),
+    "energy_mj": Column("count", "Energy, mJ", "energy of the share, millijoules", "the device does not measure it"),
+    "flops_low": Column("flops", "FLOPs, least", "operations of the share, at least", "they are not measured"),
+    "flops_high": Column("flops", "FLOPs, most", "operations of the share, at most", "they are not measured"),
+    "input_bytes": Column("bytes", "Input", "bytes of input that the job read meanwhile", "nothing says how many"),
+}  # fmt: skip
+
+_OF_UNIT = {
+    **dict.fromkeys(("text", "name"), pl.String()),
+    **dict.fromkeys(("time", "bytes", "count"), pl.Int64()),
+    **dict.fromkeys(("share", "number", "flops"), pl.Float64()),
+}
+_OTHER = {"day": pl.Date(), "notices": pl.List(pl.String())}
+
+
+def _table(name: str, meaning: str, columns: Mapping[str, Column], keep_days: int | None = None) -> TableSchema:
+    declared = {"day": _DAY, **columns}
+    types = {key: _OTHER.get(key, _OF_UNIT[declaration.unit]) for key, declaration in declared.items()}
+    return TableSchema(name, meaning, pl.Schema(types), declared, keep_days)
+
+
+def _shared(*names: str) -> dict[str, Column]:
+    return {name: column(name) for name in names}
+
+
+SCHEMAS: dict[str, TableSchema] = {
+    table.name: table
+    for table in (
+        _table(
+            "captures",
+            "one capture, as it was analysed last",
+            {
+                "capture": _CAPTURE,
+                "request": Column("text", "Request", "request that it answers", "it was uploaded unasked"),
+                "job": _JOB,
+                "start_ns": Column("time", "At", "start of its first event, Unix time"),
+                "window_ns": Column("time", "Window", "from the first to the last event of all its ranks"),
+                "ranks": Column("count", "Ranks", "ranks that were captured"),
+                "hosts": Column("count", "Hosts", "hosts that they ran on", "no file names its host"),
+                "device_model": Column("text", "Device", "model of its devices, where all are alike", _NO_MODEL),
+                "torch": Column("text", "PyTorch", "version of PyTorch", "the capture does not say it"),
+                "code": Column("text", "Code", "version of the program, such as a commit", "the job does not say it"),
+                "step_ns": Column("time", "Step", "median duration of the whole steps of all ranks", _NO_STEPS),
+                "mfu": Column("share", "MFU", "as in the report, mean over the ranks", "the report has none"),
+                "roofline_fraction": Column(
+                    "share", "Roofline", "share of the roofline that the steps reach, mean over the ranks",
+                    "the report has none",
+                ),
+                "notices": Column("text", "Notices", "slugs of its notices, each once, in order"),
+                "version": Column("text", "Version", "version of Traceloom that analysed it"),
+            },
+        ),
+        _table(
+            "devices",
+            "one device of one rank in a capture: compute, exposed communication, exposed memory and idle time add up "
+            "to the window, the causes of idle time to idle time",
+            {
+                "capture": _CAPTURE,
+                **_shared("rank", "host", "device"),
+                "device_model": _MODEL,
+                "window_ns": Column("time", "Window", "from the first to the last GPU work"),
+                **_shared("busy_ns", "idle_ns"),
+                **{
+                    f"idle_{cause}_ns": Column("time", f"Idle: {cause.replace('_', ' ')}", f"idle time: {meaning}")
+                    for cause, meaning in CAUSES.items()
+                },
+                **_shared(
+                    "compute_ns", "communication_ns", "memory_ns", "exposed_communication_ns", "exposed_memory_ns"
+                ),
+            },
+        ),
+        _table(
+            "kernels",
+            "GPU work of a rank of a capture with the same kernel, operator, shapes, types and bound; of a capture the "
+            "totals add up to all its GPU work",
+            {
+                "capture": _CAPTURE,
+                **_shared("rank"),
+                "device_model": _MODEL,
+                **_shared("kernel"),
+                "kind": Column("text", "Kind", "kind of work: gemm, attention, elementwise, copy, ..."),
+                "bound": Column("text", "Bound by", "what limits it: compute, memory, latency or unknown"),
+                **_shared("op"),
+                "shapes": Column("name", "Shapes", "shapes of its inputs, as JSON text", "they were not recorded"),
+                "types": Column("text", "Types", "element types of its inputs, as JSON text", "they were not recorded"),
+                "count": Column("count", "Count", "pieces of GPU work"),
+                **_shared("total_ns"),
+                "min_ns": Column("time", "Min", "shortest piece of work"),
+                "max_ns": Column("time", "Max", "longest piece of work"),
+                "roofline_ns": Column(
+                    "time", "At the peaks", "time that its FLOPs or bytes need at the peaks of the device",
+                    "of a part of it there is no model",
+                ),
+                "clock_hz": Column(
+                    "number", "Clock", "mean clock of the device in the window, Hz", "no telemetry was captured"
+                ),
+            },
+        ),
+        _table(
+            "findings",
+            "one finding of a capture",
+            {
+                "capture": _CAPTURE,
+                "slug": Column("text", "Rule", "rule that it comes from, as `traceloom explain` names it"),
+                "saving_ns": Column("time", "Saves", "what fixing it saves per step", "it saves no time"),
+                "saving_fraction": Column("share", "Of the step", "the same over the step", "it saves no time"),
+                "confidence": Column("share", "Confidence", "how sure the rule is, 0 to 1"),
+                "rank": Column("count", "Rank", "rank that its first evidence is of", "it is about no single rank"),
+            },
+        ),
+        _table("usage_minute", "a share of a device's minute, by job and state", _USAGE, keep_days=30),
+        _table("usage_hour", "the same, added up over an hour", _USAGE),
+        _table("jobs", "what a job, its scheduler and its agents say of it", _OWNERS),
+        _table("owners", "what people say of a job, which goes before that", _OWNERS),
+    )
+}  # fmt: skip
+"""Table -> its declaration, in the order of the documentation."""
+
+
+def day_of(time_ns: int) -> date:
+    """The day in UTC of a Unix time in nanoseconds.
+
+    Raises:
+        ValueError, OverflowError: It is outside the years 1 to 9999.
+    """
+    return datetime.fromtimestamp(time_ns // 1_000_000_000, timezone.utc).date()
+
+
+_OF_DEVICE = ("time_ns", "host", "device")
+_MINUTE_NS = MINUTE_MS * 1_000_000
+_HOUR_NS = 60 * _MINUTE_NS
+_MOST = 1e18  # of an amount: more is none, and no 64 bits hold a sum of many
+_TEXTS = ("host", "device", "device_model", "job", "state")
+_AMOUNTS = ("busy_ms", "energy_mj", "flops_low", "flops_high", "input_bytes")
+# Amounts added up; null where none is known.
+_SUMS = [pl.when(pl.col(name).is_not_null().any()).then(pl.col(name).sum()).alias(name) for name in _AMOUNTS]
+
+
+def minutes(seen: pl.DataFrame, due: pl.DataFrame | None = None) -> pl.DataFrame:
+    """Rows of `usage_minute` from what was seen.
+
+    The parts of a device's minute become whole milliseconds; what rounding leaves goes to the largest remainders, in
+    the order of state and job where these are equal. What is missing to a minute is `unreachable`. Parts of more than a
+    minute, as of an agent that was asked twice or whose clock jumped, are scaled down to one.
+
+    Args:
+        seen: Columns of `usage_minute` but `day`; `device_ms` and the amounts may have fractions. Rows of one device,
+            minute, job and state are added up. A time inside a minute counts for that minute; parts that are not
+            positive are left out, amounts that are negative or not finite are not known.
+        due: `time_ns` (start of a minute), `host`, `device`, `device_model` of devices that are to be heard of: those
+            of which nothing was seen in the minute are unreachable for all of it.
+    """
+    amounts = {name: pl.col(name).cast(pl.Float64) for name in ("device_ms", *_AMOUNTS)}
+    parts = seen.select(
+        pl.col("time_ns") // _MINUTE_NS * _MINUTE_NS,
+        *(pl.col(name).cast(pl.String) for name in _TEXTS),
+        *(pl.when(amount.is_between(0.0, _MOST)).then(amount).alias(name) for name, amount in amounts.items()),
+    ).filter(pl.col("device_ms") > 0)
+    if due is not None:
+        silent = due.select(*_OF_DEVICE, "device_model").join(parts, on=_OF_DEVICE, how="anti")
+        parts = pl.concat([parts, silent.with_columns(state=pl.lit(UNREACHABLE), device_ms=0.0)], how="diagonal")
+    # Texts as numbers in their order are grouped and sorted in a fraction of the time.
+    values = {name: parts[name].drop_nulls().unique() for name in _TEXTS}
+    values["state"] = pl.concat([values["state"], pl.Series([UNREACHABLE])]).unique()
+    orders = pl.Schema({name: pl.Enum(texts.sort()) for name, texts in values.items()})
+    summed = (
+        parts.cast(orders)
+        .group_by(*_OF_DEVICE, "state", "job")
+        .agg(pl.col("device_ms").sum(), *_SUMS, pl.col("device_model").drop_nulls().first())
+    )
+    lost = (
+        summed.group_by(_OF_DEVICE)
+        .agg(pl.col("device_model").drop_nulls().first(), device_ms=MINUTE_MS - pl.col("device_ms").sum())
+        .filter(pl.col("device_ms") > 0)
+        .with_columns(state=pl.lit(UNREACHABLE, orders["state"]))
+    )
+    rows = pl.concat([summed, lost], how="diagonal").sort(*_OF_DEVICE, "state", "job")
+    rows = rows.with_columns(device_ms=_whole(rows["device_ms"].to_numpy(), rows.select(_OF_DEVICE)))
+    return rows.filter(pl.col("device_ms") > 0).lazy().pipe(_declared, "usage_minute").collect()
+
+
+def _whole(parts: Floats, of_device: pl.DataFrame) -> Ints:
+    """Parts as whole milliseconds of which those of a device and minute, which stand together, add up to 60,000."""
+    if not parts.size:
+        return np.empty(0, dtype=np.int64)
+    group = of_device.select(pl.struct(pl.all()).rle_id()).to_series().to_numpy().astype(np.int64)
+    first = np.flatnonzero(np.diff(group, prepend=-1))
+    exact = parts * (MINUTE_MS / np.add.reduceat(parts, first))[group]
+    floor = np.floor(exact)
+    left = MINUTE_MS - np.add.reduceat(floor, first)
+    # by remainder in each group, which ends before the next begins; equal remainders stay in their order
+    by_remainder = np.argsort(group + (floor - exact), kind="stable")
+    turn = np.empty(parts.size, dtype=np.int64)
+    turn[by_remainder] = np.arange(parts.size) - first[group]
+    return np.asarray(floor + (turn < left[group]), dtype=np.int64)
+
+
+def hours(usage_minute: pl.DataFrame) -> pl.DataFrame:
+    """Rows of `usage_hour` from those of `usage_minute`, or of `usage_hour`; parts of hours are added up to parts."""
+    rows = (
+        usage_minute.with_columns(pl.col("time_ns") // _HOUR_NS * _HOUR_NS)
+        .group_by(*_OF_DEVICE, "state", "job")
+        .agg(pl.col("device_ms").sum(), *_SUMS, pl.col("device_model").drop_nulls().first())
+        .sort(*_OF_DEVICE, "state", "job")
+    )
+    return rows.lazy().pipe(_declared, "usage_hour").collect()
+
+
+def _declared(frame: pl.LazyFrame, table: str) -> pl.LazyFrame:
+    types = SCHEMAS[table].types
+    whole = [pl.col(name).round() for name in ("busy_ms", "energy_mj", "input_bytes")]
+    day = pl.from_epoch(pl.col("time_ns"), "ns").dt.date()
+    return frame.with_columns(*whole, day=day).select(pl.col(name).cast(kind) for name, kind in types.items())

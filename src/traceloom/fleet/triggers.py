@@ -1,0 +1,601 @@
+"""Fleet conditions (schedule, usage, finding, regression) and the fleet's side of the engine.
+
+Refusals are counted, and the last one of each rule is kept with its reason. What rules did and cost is in the state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple, cast
+
+import msgspec
+import polars as pl
+
+from traceloom.agent.fleet_link.protocol import HostProcess, UsageRow
+from traceloom.agent.traces.requests import Cause
+from traceloom.agent.triggers.store import Fired, Refused, RuleCounts, TriggerRefusal
+from traceloom.agent.triggers.watches import Firing
+from traceloom.errors import InputError, TraceloomError
+from traceloom.fleet.analyses.regressions import ChangeRow
+from traceloom.fleet.handlers.now import slower_kernels
+from traceloom.fleet.rules import (
+    AnyFleetRule,
+    FindingTriggerRule,
+    FleetBudget,
+    FleetCadenceRule,
+    FleetRule,
+    FleetRules,
+    RegressionRule,
+    UsageRule,
+)
+from traceloom.fleet.service.request_plan import FleetRequest
+from traceloom.fleet.service.requests import HostDesk
+from traceloom.fleet.service.webhooks import fleet_event
+from traceloom.fleet.store.captures import State
+from traceloom.fleet.store.rules import FleetEvent
+from traceloom.fleet.store.tables import Tables
+from traceloom.server.problem import RequestError
+from traceloom.system.units import duration, per_cent, size
+
+DAY_NS = 86_400 * 10**9
+
+
+class FleetCharge(msgspec.Struct, kw_only=True):
+    """What a request of a rule costs: steps that are traced and bytes that are kept; until it is `settled`, at most."""
+
+    request: str
+    rule: str
+    job: str
+    at_ns: int
+    steps: int
+    bytes: int
+    settled: bool = False
+
+
+class FleetLedger:
+    """All charges that still count. A charge of the last 24 hours counts, and one whose request has not ended.
+
+    Args:
+        budget: What may be spent.
+    """
+
+    def __init__(self, budget: FleetBudget) -> None:
+        self.budget = budget
+        self.charges: dict[str, FleetCharge] = {}  # by request
+        self._fired: dict[tuple[str, str], int] = {}  # rule and job -> when last
+
+    def add(self, charges: Iterable[FleetCharge], now_ns: int) -> None:
+        """Take charges; those of the future, as a clock that was set back leaves them, are of now."""
+        for charge in charges:
+            charge.at_ns = min(charge.at_ns, now_ns)
+            self.charges[charge.request] = charge
+            key = (charge.rule, charge.job)
+            self._fired[key] = max(charge.at_ns, self._fired.get(key, 0))
+
+    def forget(self, before_ns: int) -> list[str]:
+        """Drop settled charges of before an instant; their requests."""
+        gone = [name for name, charge in self.charges.items() if charge.settled and charge.at_ns < before_ns]
+        for name in gone:
+            del self.charges[name]
+        if gone:
+            self._fired = {key: at_ns for key, at_ns in self._fired.items() if at_ns >= before_ns}
+        return gone
+
+    def fired_ns(self, rule: str, job: str) -> int | None:
+        """When the rule last traced the job, as far as that is remembered."""
+        return self._fired.get((rule, job))
+
+    def cooling(self, rule: str, job: str, cooldown_s: float, now_ns: int) -> float:
+        """Seconds until the rule may trace the job again; 0.0 where it may."""
+        fired_ns = self.fired_ns(rule, job)
+        return 0.0 if fired_ns is None else max(0.0, cooldown_s - (now_ns - fired_ns) / 1e9)
+
+    def refusal(self, job: str, steps: int, made: int, files: int, now_ns: int) -> TriggerRefusal | None:
+        """Why a job cannot be traced for so many steps; None where it can.
+
+        Args:
+            job: Its name.
+            steps: To be traced.
+            made: That it made in the last day.
+            files: To be kept.
+            now_ns: Now.
+        """
+        counting, budget = list(self._counting(now_ns)), self.budget
+        if len(counting) + 1 > budget.traces_per_day:
+            return TriggerRefusal("budget-traces", f"the {budget.traces_per_day} of `budget.traces_per_day` were made")
+        wanted, left = self.reserve(files), self.bytes_left(now_ns)
+        if wanted > left:
+            return TriggerRefusal(
+                "budget-bytes",
+                f"{size(wanted)} are to be set aside, and {size(max(left, 0))} of `budget.mb_per_day` are left",
+            )
+        spent = sum(charge.steps for charge in counting if charge.job == job)
+        if spent + steps > budget.share * made:
+            return TriggerRefusal(
+                "budget-share",
+                f"{spent} of the {made} steps that the job made in a day were traced, and {steps} more are above what "
+                "`budget.share` allows",
+            )
+        return None
+
+    def reserve(self, files: int) -> int:
+        """Bytes that so many files have at most."""
+        return files * int(self.budget.mb_per_trace * 1e6)
+
+    def traces_left(self, now_ns: int) -> int:
+        """How many traces may be made now."""
+        return max(self.budget.traces_per_day - len(list(self._counting(now_ns))), 0)
+
+    def bytes_left(self, now_ns: int) -> int:
+        """What may be kept now; what runs counts with what it may have."""
+        return int(self.budget.mb_per_day * 1e6) - sum(charge.bytes for charge in self._counting(now_ns))
+
+    def _counting(self, now_ns: int) -> Iterable[FleetCharge]:
+        return (
+            charge for charge in self.charges.values() if charge.at_ns > now_ns - DAY_NS or not charge.settled
+        )  # fmt: skip
+
+
+Jobs = Mapping[str, Sequence[HostProcess]]
+_HOUR_NS, _MINUTE_NS = 3600 * 10**9, 60 * 10**9
+_MOST_JOBS = 20_000
+
+
+class FleetCadenceWatch:
+    """Chooses a job by a hash of the rule, the job and the day, so that a service that starts again chooses alike.
+
+    Args:
+        rule: How many.
+        jobs: Those that run now.
+        fired_ns: When the rule last traced a job.
+    """
+
+    def __init__(
+        self, rule: FleetCadenceRule, jobs: Callable[[], Jobs], fired_ns: Callable[[str], int | None]
+    ) -> None:  # fmt: skip
+        self._rule, self._jobs, self._fired_ns = rule, jobs, fired_ns
+        self._first: dict[str, int] = {}  # job -> when it was first seen
+
+    def look(self, now_ns: int) -> Iterator[Firing]:
+        """Jobs whose instant of this day has come."""
+        running = self._jobs()
+        self._first = {job: self._first.get(job, now_ns) for job in running}
+        day = now_ns // DAY_NS
+        for job, first_ns in self._first.items():
+            digest = hashlib.sha256(f"{self._rule.name}\0{job}\0{day}".encode()).digest()
+            chosen = int.from_bytes(digest[:8], "big") < self._rule.share * 2**64
+            due_ns = max(day * DAY_NS, first_ns) + int.from_bytes(digest[8:16], "big") * _HOUR_NS // 2**64
+            if not chosen or now_ns < due_ns:
+                continue
+            fired_ns = self._fired_ns(job)
+            if fired_ns is None or fired_ns < day * DAY_NS:
+                what = f"one of the {per_cent(self._rule.share)} % of jobs that are traced each day"
+                yield Firing({"job": job}, f"{self._rule.name}#{day}", what)
+
+
+class FleetUsage:
+    """What jobs had of their devices, minute by minute, as hosts told of it."""
+
+    def __init__(self) -> None:
+        self.keep_minutes = 0  # as many as the longest rule looks at
+        self._minutes: dict[str, dict[tuple[int, str], tuple[int, int]]] = {}  # job -> (minute, host) -> (held, busy)
+
+    def hear(self, host: str, rows: Iterable[UsageRow]) -> None:
+        """Take minutes of a host; what it told before of the same minute this replaces."""
+        if not self.keep_minutes:
+            return
+        amounts: dict[tuple[str, int], tuple[int, int]] = {}
+        for row in rows:
+            if row.job:
+                held, busy = amounts.get((row.job, row.minute), (0, 0))
+                amounts[row.job, row.minute] = (
+                    held + row.device_ms, busy + (row.device_ms if row.state == "busy" else 0),
+                )  # fmt: skip
+        for (job, minute), amount in amounts.items():
+            if job in self._minutes or len(self._minutes) < _MOST_JOBS:
+                self._minutes.setdefault(job, {})[minute, host] = amount
+
+    def forget(self, now_ns: int) -> None:
+        """Drop minutes that no rule looks at."""
+        oldest = now_ns // _MINUTE_NS - self.keep_minutes - 5  # hosts tell of a minute when it has ended, or later
+        for job, minutes in list(self._minutes.items()):
+            kept = {key: amount for key, amount in minutes.items() if key[0] >= oldest}
+            if kept:
+                self._minutes[job] = kept
+            else:
+                del self._minutes[job]
+
+    def busy(self, job: str, minutes: int) -> tuple[int, float] | None:
+        """The last minute of a job, and the share of its device time in which it computed in so many until then.
+
+        None where one of these minutes is missing.
+        """
+        known = self._minutes.get(job, {})
+        last = max((minute for minute, _ in known), default=0)
+        window = {key: amount for key, amount in known.items() if key[0] > last - minutes}
+        if len({minute for minute, _ in window}) < minutes:
+            return None
+        held = sum(amount[0] for amount in window.values())
+        return last, sum(amount[1] for amount in window.values()) / held if held else 0.0
+
+
+class UsageWatch:
+    """Fires while a job computes too little.
+
+    Args:
+        rule: How little, in how many minutes.
+        jobs: Those that run now.
+        usage: What they had.
+    """
+
+    def __init__(self, rule: UsageRule, jobs: Callable[[], Jobs], usage: FleetUsage) -> None:
+        self._rule, self._jobs, self._usage = rule, jobs, usage
+
+    def look(self, now_ns: int) -> Iterator[Firing]:
+        """Jobs that compute too little."""
+        oldest = now_ns // _MINUTE_NS - self._rule.minutes - 5
+        for job in self._jobs():
+            busy = self._usage.busy(job, self._rule.minutes)
+            if busy is not None and busy[0] > oldest and busy[1] < self._rule.busy_below:
+                text = duration(self._rule.minutes * _MINUTE_NS)
+                what = f"it computed in {per_cent(busy[1])} % of its device time in the last {text}"
+                yield Firing({"job": job}, self._rule.name, what, lasts=True)
+
+
+class FoundInCapture(NamedTuple):
+    """A finding of a capture that is new. `saving`: share of the step, 0.0 where it saves no time."""
+
+    capture: str
+    job: str
+    slug: str
+    saving: float
+
+
+class TableNews(NamedTuple):
+    """What the tables say that they did not say before."""
+
+    findings: list[FoundInCapture]
+    regressions: list[ChangeRow]
+
+
+class NewsWatch:
+    """Fires once for each of the news that a rule is about."""
+
+    def __init__(self, rule: FindingTriggerRule | RegressionRule, jobs: Callable[[], Jobs]) -> None:
+        self._rule, self._jobs = rule, jobs
+        self._firings: list[Firing] = []
+
+    def hear(self, news: TableNews) -> None:
+        """Take news."""
+        if isinstance(self._rule, FindingTriggerRule):
+            for finding in news.findings:
+                if finding.slug == self._rule.slug and finding.saving >= self._rule.saving:
+                    what = f"`{finding.slug}` in {finding.capture} saves {per_cent(finding.saving)} % of the step"
+                    self._firings.append(Firing({"job": finding.job}, finding.capture, what))
+            return
+        running = self._jobs()
+        for change in news.regressions:
+            if change["change"] >= self._rule.by:
+                shows = [job for job in change["jobs"] if job in running] or change["jobs"]
+                what = f"`{change['kernel'][:200]}` takes {per_cent(change['change'])} % longer than before"
+                labels = {"job": shows[0]} if shows else {}
+                self._firings.append(Firing(labels, f"{_series(change)}#{change['since_ns']}", what))
+
+    def look(self, now_ns: int) -> Iterator[Firing]:  # noqa: ARG002  (of the protocol)
+        """What was heard since the last look."""
+        firings, self._firings = self._firings, []
+        yield from firings
+
+
+def table_news(state: State, tables: Tables, now_ns: int) -> TableNews:
+    """Look at captures that were analysed since the last call, and tell webhooks of new regressions. Blocks."""
+    through, committed = state.newly_committed()
+    if not committed:
+        state.note_committed(through)
+        return TableNews([], [])
+    jobs = {capture.capture: capture.job for capture in committed if capture.job}
+    rows = (
+        tables.scan("findings")
+        .filter(pl.col("capture").is_in(list(jobs)))
+        .select("capture", "slug", saving=pl.col("saving_fraction").fill_null(0.0))
+        .collect()
+    )
+    findings = [FoundInCapture(capture, jobs[capture], slug, saving) for capture, slug, saving in rows.iter_rows()]
+    changes: dict[str, ChangeRow] = {}
+    for change in slower_kernels(tables, now_ns).iter_rows(named=True):
+        row = cast("ChangeRow", change)
+        changes.setdefault(_series(row), row)
+
+    def event(series: str) -> FleetEvent:
+        about = f"{series[:16]}.{changes[series]['since_ns']}"
+        return fleet_event("regression.new", "regression", about, changes[series], now_ns)
+
+    since_ns = {series: change["since_ns"] for series, change in changes.items()}
+    new = state.add_regressions(since_ns, DAY_NS, event)
+    state.note_committed(through)
+    return TableNews(findings, [changes[series] for series in new])
+
+
+def _series(change: ChangeRow) -> str:
+    """What tells the series of a change from others; kernels have long names."""
+    text = "\0".join((change["kernel"], change["shapes"] or "", change["device_model"] or ""))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+LOG = logging.getLogger("traceloom.collect")
+_LOOK_S = 2.0
+_NEWS_NS = 120 * 10**9  # between looks at the tables
+_AGAIN_NS = 60 * 10**9  # after a refusal, while what the rule watches for goes on
+_NEVER_NS = 1 << 63
+_MOST_TRIED = 8192
+# An agent makes steps of several ranks a window by time, which leaves room for a profiler that slows them down.
+_STEPS_MARGIN, _SHORTEST_S = 3, 0.5
+_WEEK_NS = 7 * DAY_NS  # the longest cooldown
+
+
+class _Attempt(NamedTuple):
+    """What became of a rule and a job last: which occurrence that was, and from when on it is tried again."""
+
+    episode: str
+    again_ns: int
+
+
+class FleetTriggers:
+    """All rules of the fleet. Lives in the loop of the service that leads.
+
+    Args:
+        desk: Takes the requests, and knows which jobs run; its clock is the one of the rules.
+        tables: Say what captures showed.
+    """
+
+    def __init__(self, desk: HostDesk, tables: Tables) -> None:
+        self.desk, self.tables = desk, tables
+        self.text = ""
+        self.rules: dict[str, AnyFleetRule] = {}
+        self.counts: dict[str, RuleCounts] = {}
+        self.ledger = FleetLedger(FleetRules().budget)
+        self.trouble = ""  # why the rules that are on record cannot be used
+        self.defects: dict[str, str] = {}  # rule, or "" for all of them -> what went wrong when it was looked at last
+        self._usage = FleetUsage()
+        self._watches: dict[str, FleetCadenceWatch | UsageWatch | NewsWatch] = {}
+        self._kept: dict[str, RuleCounts] = {}  # of all rules that ever were
+        self._tried: dict[tuple[str, str], _Attempt] = {}
+        self._changed: set[str] = set()  # rules whose counts are not written yet
+        self._news_ns = 0
+        self._running: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Take up what is on record, and begin."""
+        text = await asyncio.to_thread(self.desk.state.trigger_rules)
+        charges, counts = await asyncio.to_thread(self.desk.state.trigger_documents)
+        self._kept = {name: msgspec.json.decode(document, type=RuleCounts) for name, document in counts.items()}
+        try:
+            self._take(text, FleetRules.of(text))
+        except InputError as error:  # somebody has changed them in the database
+            self.trouble = str(error)
+        now_ns = self.desk.clock()
+        self.ledger.add((msgspec.json.decode(document, type=FleetCharge) for document in charges), now_ns)
+        # A service that was killed between a request and its charge still has the request.
+        for request in self.desk.requests.values():
+            if request.trigger is not None and request.id not in self.ledger.charges:
+                rates = [process.steps_per_second or 0.0 for process in self._jobs().get(request.wanted.job, ())]
+                charge = FleetCharge(
+                    request=request.id, rule=request.trigger.rule, job=request.trigger.target,
+                    at_ns=request.asked_ns, steps=self._steps(request, max(rates, default=0.0)),
+                    bytes=self.ledger.reserve(1),
+                )  # fmt: skip
+                self.ledger.add([charge], now_ns)
+        self.desk.on_usage = self._usage.hear
+        self._running = asyncio.create_task(self._look_for_ever(), name="triggers of the fleet")
+
+    async def close(self) -> None:
+        """Stop; what was asked for goes on."""
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
+
+    async def set_rules(self, text: str) -> None:
+        """Put rules in the place of those before; what those of the same names did stays counted.
+
+        Raises:
+            InputError: `wrong-config`; those before stay.
+        """
+        rules = FleetRules.of(text)
+        await asyncio.to_thread(self.desk.state.set_trigger_rules, text)
+        self._take(text, rules)
+
+    def jobs_of(self, rule: FleetRule) -> Jobs:
+        """Jobs that run now and that the rule is about, with their processes."""
+        return {job: of_job for job, of_job in self._jobs().items() if any(map(rule.takes, of_job))}
+
+    async def tick(self, news: TableNews | None = None) -> None:
+        """Settle what has ended, look at all rules, and ask for what they want.
+
+        Args:
+            news: What the tables say that they did not say before.
+        """
+        now_ns = self.desk.clock()
+        # What was measured stands in the place of what was set aside, for requests that have ended.
+        settled = []
+        for charge in self.ledger.charges.values():
+            request = self.desk.requests.get(charge.request)
+            if charge.settled or (request is not None and not request.ended):
+                continue
+            if request is not None:  # of one that was forgotten nobody knows more
+                targets = [target for progress in request.hosts.values() for target in progress.targets]
+                charge.bytes = sum(target.bytes or 0 for target in targets)
+                if not targets:
+                    charge.steps = 0
+                elif all(target.steps is not None for target in targets if target.state == "kept"):
+                    measured = max((target.steps or 0 for target in targets), default=0)
+                    charge.steps = measured or charge.steps
+            charge.settled = True
+            settled.append(charge)
+            if charge.rule in self.counts:
+                self.counts[charge.rule].kept_bytes += charge.bytes
+                self._changed.add(charge.rule)
+        gone = self.ledger.forget(now_ns - _WEEK_NS)
+        self._usage.forget(now_ns)
+        jobs = self._jobs()
+        for name, rule in self.rules.items():
+            watch = self._watches[name]
+            try:
+                if news is not None and isinstance(watch, NewsWatch):
+                    watch.hear(news)
+                for firing in list(watch.look(now_ns)):
+                    await self._try(rule, firing, jobs, now_ns)
+            except TraceloomError:  # of the state, which the others need as well
+                raise
+            except Exception as error:  # a defect of one rule must not stop the others
+                if name not in self.defects:
+                    LOG.exception("trigger %s has a defect", name)
+                self.defects[name] = f"{type(error).__name__}: {error}"
+            else:
+                self.defects.pop(name, None)
+        await self._write(settled, gone)
+
+    # Inside.
+
+    def _take(self, text: str, rules: FleetRules) -> None:
+        self.text, self.trouble = text, ""
+        self.rules = {rule.name: rule for rule in rules.triggers}
+        self.counts = {name: self._kept.setdefault(name, RuleCounts()) for name in self.rules}
+        self.ledger.budget = rules.budget
+        self._watches = {}
+        for rule in rules.triggers:
+            jobs = partial(self.jobs_of, rule)
+            if isinstance(rule, FleetCadenceRule):
+                fired_ns = partial(self.ledger.fired_ns, rule.name)
+                self._watches[rule.name] = FleetCadenceWatch(rule, jobs, fired_ns)
+            elif isinstance(rule, UsageRule):
+                self._watches[rule.name] = UsageWatch(rule, jobs, self._usage)
+            else:
+                self._watches[rule.name] = NewsWatch(rule, jobs)
+        self._usage.keep_minutes = max(
+            (rule.minutes for rule in rules.triggers if isinstance(rule, UsageRule)), default=0
+        )  # fmt: skip
+        self._tried, self.defects = {}, {}
+
+    def _jobs(self) -> Jobs:
+        """Processes of jobs that run now."""
+        jobs: dict[str, list[HostProcess]] = defaultdict(list)
+        for now in self.desk.fresh().values():
+            for process in now.heartbeat.processes:
+                if process.job:
+                    jobs[process.job].append(process)
+        return jobs
+
+    async def _try(self, rule: FleetRule, firing: Firing, jobs: Jobs, now_ns: int) -> None:
+        """Make the request, or count why there is none; once per occurrence, and now and then while it goes on."""
+        job = firing.labels.get("job", "")
+        of_job = jobs.get(job, ())
+        if of_job and not any(map(rule.takes, of_job)):
+            return
+        key, tried = (rule.name, job), self._tried.get((rule.name, job))
+        if tried is not None and tried.episode == firing.episode and now_ns < tried.again_ns:
+            return
+        refusal = await self._request(rule, firing, job, of_job, now_ns)
+        again_ns = now_ns + _AGAIN_NS
+        if refusal is None:
+            again_ns = now_ns + int(rule.cooldown * 1e9) if firing.lasts else _NEVER_NS
+        else:
+            counts = self.counts[rule.name]
+            counts.refusals[refusal.reason] = counts.refusals.get(refusal.reason, 0) + 1
+            counts.last_refusal = Refused(
+                at_ns=now_ns, target=job, what=firing.what, uid=-1, reason=refusal.reason, detail=refusal.detail
+            )
+            self._changed.add(rule.name)
+        self._tried.pop(key, None)  # the one that was tried last stands last
+        self._tried[key] = _Attempt(firing.episode, again_ns)
+        if len(self._tried) > _MOST_TRIED:
+            del self._tried[next(iter(self._tried))]
+
+    async def _request(
+        self,
+        rule: FleetRule,
+        firing: Firing,
+        job: str,
+        of_job: Sequence[HostProcess],
+        now_ns: int,
+    ) -> TriggerRefusal | None:
+        """Ask the desk; why not, where it is refused."""
+        if not of_job:
+            return TriggerRefusal("no-such-job", "no host of late has processes of it")
+        if any(request.wanted.job == job and not request.ended for request in self.desk.requests.values()):
+            return TriggerRefusal("traced", "it is being traced already")
+        if cooling := self.ledger.cooling(rule.name, job, rule.cooldown, now_ns):
+            return TriggerRefusal("cooldown", f"it was traced of late: not for {cooling:.0f} s")
+        rate = max((process.steps_per_second or 0.0 for process in of_job), default=0.0)  # its fastest rank's
+        made = max((process.steps for process in of_job if process.steps is not None), default=0)
+        if not rate:
+            return TriggerRefusal("no-steps", "no host says how fast it steps")
+        wanted, choice = rule.wanted(job), "slowest-and-median" if rule.target == "slowest-and-median" else ""
+        cause = Cause(rule=rule.name, target=job, what=firing.what)
+        steps = self._steps(FleetRequest(id="", who="", asked_ns=now_ns, wanted=wanted), rate)
+        processes = 2 if choice else sum(process.polls for process in of_job)
+        files = max(processes, 1) * len(rule.profilers)
+        made_of_day = min(made, math.ceil(rate * 86_400))
+        if refusal := self.ledger.refusal(job, steps, made_of_day, files, now_ns):
+            return refusal
+        try:
+            request = await self.desk.submit(
+                wanted, f"trigger {rule.name}", "slowest-and-median" if choice else "", hosts=rule.hosts, trigger=cause
+            )
+        except RequestError as error:
+            return TriggerRefusal(error.slug, error.message)
+        charge = FleetCharge(
+            request=request.id, rule=rule.name, job=job, at_ns=request.asked_ns, steps=steps,
+            bytes=self.ledger.reserve(files),
+        )  # fmt: skip
+        self.ledger.add([charge], now_ns)
+        counts = self.counts[rule.name]
+        counts.fired += 1
+        counts.last = Fired(at_ns=now_ns, request=request.id, target=job, what=firing.what, uid=-1)
+        self._changed.add(rule.name)
+        await self._write([charge], [])
+        await asyncio.to_thread(
+            self.desk.state.note, f"trigger {rule.name}", "trigger", "done",
+            {"request": request.id, "job": job, "why": firing.what},
+        )  # fmt: skip
+        return None
+
+    @staticmethod
+    def _steps(request: FleetRequest, rate: float) -> int:
+        """Steps that a request traces at most, as far as it can be said before; `rate`: of its job, 0 if unknown."""
+        wanted = request.wanted
+        if wanted.duration_s is not None:
+            return math.ceil(wanted.duration_s * rate) + 1
+        return max(_STEPS_MARGIN * ((wanted.steps or 0) + 1), math.ceil(_SHORTEST_S * rate))
+
+    async def _write(self, charges: list[FleetCharge], gone: list[str]) -> None:
+        changed, self._changed = self._changed, set()
+        if charges or gone or changed:
+            documents = {charge.request: msgspec.json.encode(charge).decode() for charge in charges}
+            counts = {name: msgspec.json.encode(self._kept[name]).decode() for name in changed}
+            await asyncio.to_thread(self.desk.state.put_trigger_documents, documents, counts, gone)
+
+    async def _look_for_ever(self) -> None:
+        while True:
+            try:
+                now_ns, news = self.desk.clock(), None
+                if now_ns - self._news_ns >= _NEWS_NS:
+                    self._news_ns = now_ns
+                    news = await asyncio.to_thread(table_news, self.desk.state, self.tables, now_ns)
+                    asked = {request.capture for request in self.desk.requests.values() if request.trigger is not None}
+                    findings = [finding for finding in news.findings if finding.capture not in asked]
+                    news = news._replace(findings=findings)
+                await self.tick(news)
+                self.defects.pop("", None)
+            except TraceloomError as error:
+                LOG.warning("triggers: %s", error)
+                self.defects[""] = str(error)
+            except Exception as error:
+                LOG.exception("triggers have a defect")
+                self.defects[""] = f"{type(error).__name__}: {error}"
+            await asyncio.sleep(_LOOK_S)

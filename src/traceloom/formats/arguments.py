@@ -1,0 +1,180 @@
+"""Arguments of one event or of many, read again from the file in one pass.
+
+For what few questions need of few events: the reader itself then need not decode it for all.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import polars as pl
+
+from traceloom.errors import InputError, UsageError
+from traceloom.formats.kineto_columns import to_floats
+from traceloom.formats.repair import repair_event
+from traceloom.formats.resync import DamageLog
+from traceloom.formats.text_stream import open_input, text_pieces
+from traceloom.trace.array_types import Ints
+from traceloom.trace.trace import Trace
+
+_BATCH = 4096  # events decoded at once
+
+
+def readable(trace: Trace) -> bool:
+    """Whether the events of the trace can be read again: it came from a file that is still there."""
+    return trace.meta.path != "-" and Path(trace.meta.path).is_file()
+
+
+def arguments(trace: Trace, event: int) -> dict[str, Any]:
+    """The `args` of one event as they stand in the file; empty where it has none.
+
+    The file is decompressed up to the event: milliseconds for small files, seconds for gigabytes.
+
+    Args:
+        trace: The trace; its file must still be there.
+        event: Row of `trace.events`.
+
+    Raises:
+        UsageError: `no-such-event`; `no-file` for a trace from standard input.
+        InputError: `unreadable`: the file is gone; `changed-file`: it is not what it was when it was read.
+    """
+    if not 0 <= event < trace.events.height:
+        raise UsageError(f"expected an event below {trace.events.height}, got {event}", slug="no-such-event")
+    name = trace.events["name"][event]
+    for entry in _parsed(next(read_event_texts(trace, np.array([event])), b"")):
+        if str(entry.get("name", "")) == name:
+            args = entry.get("args")
+            return args if isinstance(args, dict) else {}
+    raise InputError(
+        f"the file is not what it was when it was read: no `{name[:60]}` at byte {trace.sources['offset'][event]}",
+        slug="changed-file",
+        where=trace.meta.path,
+        hint="load it again",
+    )
+
+
+def read_numbers(trace: Trace, events: Ints, keys: Mapping[str, str | tuple[str, int]]) -> pl.DataFrame:
+    """Some numeric arguments of some events.
+
+    Args:
+        trace: A trace for which `readable` holds; the file is decompressed up to the last of the events.
+        events: Rows of `trace.events`, ascending.
+        keys: Name of a column -> key of the argument in the file; of a list, with the position in it.
+
+    Returns:
+        The column `event` and one Float64 column per name, in the order of `events`; null where the argument is absent,
+        is no finite number, or the file no longer holds that event.
+
+    Raises:
+        InputError: `unreadable`: the file is gone.
+    """
+    wanted = {name: (key, None) if isinstance(key, str) else key for name, key in keys.items()}
+    fields = {key: f"value_{number}" for number, (key, _) in enumerate(wanted.values())}
+    record = msgspec.defstruct(
+        "Numbers", [(field, Any, msgspec.field(default=None, name=key)) for key, field in fields.items()], gc=False
+    )
+    columns = {name: np.full(events.size, np.nan) for name in keys}
+    none = record()
+    for places, decoded in _decoded(trace, events, record):
+        rows = [none if args is None else args for args in decoded]
+        for name, values in columns.items():
+            key, position = wanted[name]
+            recorded = [getattr(row, fields[key]) for row in rows]
+            if position is not None:
+                recorded = [
+                    value[position] if isinstance(value, list) and position < len(value) else None for value in recorded
+                ]
+            values[places] = to_floats(recorded)
+    series = [pl.Series(name, values).fill_nan(None) for name, values in columns.items()]
+    return pl.DataFrame([pl.Series("event", events).cast(pl.UInt32), *series])
+
+
+def read_all_arguments(trace: Trace, events: Ints) -> Iterator[dict[str, Any]]:
+    """All arguments of some events, one after the other, in the order of `events` (rows, ascending).
+
+    An event that the file no longer holds has none.
+
+    Raises:
+        InputError: `unreadable`: the file is gone.
+    """
+    arguments: list[dict[str, Any]] = [{}] * events.size
+    for places, decoded in _decoded(trace, events, dict[str, Any]):
+        for position, args in zip(places.tolist(), decoded, strict=True):
+            arguments[position] = args if args is not None else {}
+    yield from arguments
+
+
+def _decoded(trace: Trace, events: Ints, arguments: Any) -> Iterator[tuple[Ints, list[Any]]]:
+    """The arguments as `arguments`, batch by batch in the order of the file, with their places in `events`.
+
+    None where an event has none. Events beyond the end of the file are left out.
+    """
+    entry = msgspec.defstruct("Again", [("name", str, ""), ("args", arguments | None, None)], gc=False)
+    decoder = msgspec.json.Decoder(list[entry])  # type: ignore[valid-type]
+    order = np.argsort(trace.sources["offset"].gather(events).to_numpy(), kind="stable")
+    texts = read_event_texts(trace, events[order])
+    for low in range(0, order.size, _BATCH):
+        places = order[low : low + _BATCH]
+        batch = list(islice(texts, places.size))
+        names = trace.events["name"].gather(events[places]).to_list()[: len(batch)]
+        try:
+            entries: list[Any] = decoder.decode(b"[" + b",".join(batch) + b"]")
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            entries = []
+        if len(entries) == len(batch):
+            decoded = [entry.args if entry.name == name else None for entry, name in zip(entries, names, strict=True)]
+        else:
+            decoded = []
+            for text, name in zip(batch, names, strict=True):  # of a damaged stretch, which may hold others too
+                own = (item.get("args") for item in _parsed(text) if str(item.get("name", "")) == name)
+                args = next((args for args in own if isinstance(args, dict)), None)
+                try:
+                    decoded.append(None if args is None else msgspec.convert(args, arguments))
+                except msgspec.ValidationError:
+                    decoded.append(None)
+        yield places[: len(batch)], decoded
+
+
+def _parsed(text: bytes) -> list[dict[str, Any]]:
+    """The entries in a stretch of a file, mended where it is damaged."""
+    try:
+        entries = json.loads(b"[" + text + b"]", strict=False, parse_constant=lambda _: None)
+    except (ValueError, RecursionError):
+        entries = repair_event(text)
+    return [entry for entry in entries if isinstance(entry, dict)]
+
+
+def read_event_texts(trace: Trace, events: Ints) -> Iterator[bytes]:
+    """The text of events, which stand in the order of the file; ends early where the file does.
+
+    Raises:
+        InputError: `unreadable`: the file is gone.
+        UsageError: `no-file`: the trace came from standard input.
+    """
+    if trace.meta.path == "-":
+        raise UsageError("the trace came from standard input, which cannot be read again", slug="no-file")
+    where = trace.sources.select("offset", "length")[events]
+    offset = where["offset"].to_numpy()
+    stop = np.maximum.accumulate(offset + where["length"].cast(pl.Int64).to_numpy())
+    at = base = 0  # next event, byte at which what is held begins
+    held = b""
+    with open_input(Path(trace.meta.path)) as stream:
+        pieces = text_pieces(stream, DamageLog())
+        for piece in pieces:
+            held += piece
+            end = base + len(held)
+            ready = int(np.searchsorted(stop, end, side="right"))
+            for low, high in zip((offset[at:ready] - base).tolist(), (stop[at:ready] - base).tolist(), strict=True):
+                yield held[low:high]  # ready >= at: what is held only grows
+            at = ready
+            if at >= stop.size:
+                break
+            keep = min(max(int(offset[at]) - base, 0), len(held))
+            held, base = held[keep:], base + keep
+        pieces.close()  # type: ignore[attr-defined]

@@ -1,0 +1,1 @@
+"""Chakra files: read, write, decode, encode."""

@@ -1,0 +1,458 @@
+"""`.et` streams and sets of files: read, write, damage, group file, schema names.
+
+The messages are defined in `et.proto`, with the field numbers of the MLCommons Chakra schema.
+
+Neither reading nor writing holds more than a window of the file, however large it is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+from google.protobuf.message import DecodeError
+
+from traceloom.errors import InputError
+from traceloom.formats.chakra.et_pb2 import (
+    GlobalMetadata,
+    Node,
+)
+from traceloom.system.files import read_small
+from traceloom.system.gzip_stream import GzipStream, open_file, write_gzip
+from traceloom.trace.notice import Notice
+
+# A message larger than this is damage: the largest real ones hold the whole text of an input in their metadata.
+MOST_BYTES = 1 << 28
+# A node has a name or a type, an id and a length; whoever needs fewer bytes makes nodes out of nothing.
+_LEAST_BYTES = 6
+_FEW = 100_000
+_LENGTH_BYTES = 5  # a length has at most 32 bits
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Whole messages that lie one after the other.
+
+    Attributes:
+        data: The bytes that hold them.
+        starts: Where in `data` each message begins, after its length.
+        stops: Where it ends.
+        at: Where in the unpacked file `data` begins.
+        first: Number of the first message in the file, from 0.
+    """
+
+    data: bytes
+    starts: list[int]
+    stops: list[int]
+    at: int
+    first: int
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def messages(self) -> Iterator[bytes]:
+        """The bytes of each message."""
+        data = self.data
+        for start, stop in zip(self.starts, self.stops, strict=True):
+            yield data[start:stop]
+
+
+@dataclass(slots=True)
+class Cut:
+    """What a file ends with that is no whole message.
+
+    Attributes:
+        message: Its number.
+        at: Where it begins, with its length.
+        length: Of the message; -1 where not even the length is whole, 0 where nothing is cut.
+        there: Bytes of it, or of its length, that the file has.
+    """
+
+    message: int = 0
+    at: int = 0
+    length: int = 0
+    there: int = 0
+
+    def sentence(self) -> str:
+        """Where the file is cut."""
+        if self.length < 0:
+            return f"the file ends at byte {self.at + self.there}, inside the length of message {self.message}"
+        return (
+            f"the file ends inside message {self.message}, which begins at byte {self.at} "
+            f"and has {self.there:,} of its {self.length:,} bytes"
+        )
+
+
+def blocks(pieces: Iterable[bytes], cut: Cut) -> Iterator[Block]:
+    """The messages of a stream, in blocks of about the size of the pieces.
+
+    Args:
+        pieces: The unpacked bytes.
+        cut: Filled in when the stream ends inside a message.
+
+    Raises:
+        InputError: `chakra-damaged`: a message claims more bytes than any has; there are many, and nothing is in them.
+    """
+    at = first = 0
+    rest = b""
+    waiting: list[bytes] = []
+    missing = 0  # bytes known to be needed before the next message is whole
+    for piece in pieces:
+        waiting.append(piece)
+        missing -= len(piece)
+        if missing > 0:
+            continue
+        data = b"".join([rest, *waiting])
+        waiting = []
+        starts, stops, end, missing, damage = _messages(data, at, first)
+        if first + len(starts) > _FEW and at + end < _LEAST_BYTES * (first + len(starts)):
+            raise _damaged(
+                first, at, f"nothing, as most of the others: {first + len(starts):,} messages hardly say a thing"
+            )
+        if starts:
+            yield Block(data, starts, stops, at, first)
+            first += len(starts)
+        if damage is not None:
+            raise damage
+        rest = data[end:]
+        at += end
+    rest = b"".join([rest, *waiting])
+    if rest:
+        head, length = _length(rest, 0)
+        if head < 0:
+            cut.message, cut.at, cut.length, cut.there = first, at, -1, len(rest)
+        else:
+            cut.message, cut.at, cut.length, cut.there = first, at, length, len(rest) - head
+
+
+def _messages(data: bytes, at: int, first: int) -> tuple[list[int], list[int], int, int, InputError | None]:
+    """Starts and stops of the whole messages, where the rest begins, how much the next one lacks, and what is wrong."""
+    starts: list[int] = []
+    stops: list[int] = []
+    position, size, missing = 0, len(data), 0
+    while position < size:
+        length = data[position]
+        start = position + 1
+        if length > 127 and start < size and data[start] < 128:  # most nodes have two bytes of length
+            length, start = length & 127 | data[start] << 7, start + 1
+        elif length > 127:
+            start, length = _length(data, position)
+            if start < 0 and size - position < _LENGTH_BYTES:
+                missing = 1
+                break
+            if start < 0 or length > MOST_BYTES:
+                claims = (
+                    "no length that a message can have" if start < 0 else f"{length:,} bytes, more than any message has"
+                )
+                return starts, stops, position, 0, _damaged(first + len(starts), at + position, claims)
+        stop = start + length
+        if stop > size:
+            missing = stop - size
+            break
+        starts.append(start)
+        stops.append(stop)
+        position = stop
+    return starts, stops, position, missing, None
+
+
+def _length(data: bytes, position: int) -> tuple[int, int]:
+    """Where the message after the length at `position` begins, and the length; (-1, 0) where it has no end."""
+    length = shift = 0
+    for index in range(position, min(position + _LENGTH_BYTES, len(data))):
+        byte = data[index]
+        length |= (byte & 127) << shift
+        if byte < 128:
+            return index + 1, length
+        shift += 7
+    return -1, 0
+
+
+def _damaged(message: int, at: int, claims: str) -> InputError:
+    return InputError(
+        f"message {message} at byte {at} claims {claims}",
+        slug="chakra-damaged",
+        hint="the file is damaged there, or is no Chakra trace",
+    )
+
+
+def length_prefix(length: int) -> bytes:
+    """A length as a varint."""
+    if length < 128:
+        return bytes((length,))
+    out = bytearray()
+    while length > 127:
+        out.append(length & 127 | 128)
+        length >>= 7
+    out.append(length)
+    return bytes(out)
+
+
+_FIRST_FIELD_VARINT = b"\x08"  # how a node's message begins that has an id
+_OTHER_KINDS = {
+    b"{": "JSON",
+    b"[": "JSON",
+    b"PK\x03\x04": "a graph or another zip archive",
+    b"\x7fELF": "a program",
+    b"PAR1": "Parquet",
+    b"%PDF": "PDF",
+    b"\x89PNG": "an image",
+}
+_HINTS = {
+    "JSON": "traceloom convert makes .et of Chakra nodes in JSON, traceloom link of traces of a profiler",
+    "a graph or another zip archive": "traceloom convert makes .et of a graph, where its name ends in .graph",
+}
+
+
+class EtReader:
+    """Reads one `.et` file once, from its beginning to its end; gzip is told by content.
+
+    Example:
+        with EtReader(path) as reader:
+            for node in reader: ...
+
+    Args:
+        path: The file.
+        strict: Raise where the file is cut, instead of ending there with a notice.
+
+    Attributes:
+        metadata: The first message; empty where the file begins with a node.
+        packed: Whether the file is gzip.
+        notices: What is wrong with the file, complete after the last node.
+
+    Raises:
+        InputError: `unreadable`; `empty-file`; `not-chakra`: another kind of file; `chakra-damaged`: a message claims
+            more bytes than there can be, or holds something else; `chakra-cut`: not even the metadata is whole, or
+            `strict`; `gzip-bomb`.
+    """
+
+    def __init__(self, path: str | Path, *, strict: bool = False) -> None:
+        self.path = Path(path)
+        self.notices: list[Notice] = []
+        self._strict = strict
+        self._cut = Cut()
+        self._handle = open_file(self.path)
+        try:
+            self._pieces = GzipStream(self._handle)
+            self.packed = self._pieces.packed
+            self._blocks = self._placed(blocks(self._pieces, self._cut))
+            self.metadata, self._rest = self._head()
+        except BaseException:
+            self._handle.close()
+            raise
+
+    def __enter__(self) -> EtReader:  # noqa: PYI034  (typing.Self is younger than Python 3.10)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._handle.close()
+
+    def __iter__(self) -> Iterator[Node]:
+        """The nodes, in the order of the file."""
+        for block in self.blocks():
+            yield from self.decoded(block)
+
+    def windows(self, size: int) -> Iterator[list[Node]]:
+        """The nodes in lists of `size`; the last one may be shorter."""
+        nodes = iter(self)
+        while window := list(islice(nodes, size)):
+            yield window
+
+    def blocks(self) -> Iterator[Block]:
+        """The nodes as undecoded bytes, about 4 MiB at a time, or one large node."""
+        if self._rest is not None:
+            yield self._rest
+            self._rest = None
+        yield from self._blocks
+
+    def decoded(self, block: Block) -> Iterator[Node]:
+        """The nodes of a block.
+
+        Raises:
+            InputError: `chakra-damaged`: a message is no node.
+        """
+        parse: Callable[[bytes], Node] = Node.FromString
+        number = 0
+        try:
+            for number, message in enumerate(block.messages()):  # noqa: B007  (the error says the number)
+                yield parse(message)
+        except DecodeError as error:
+            begin, end = block.at + block.starts[number], block.at + block.stops[number]
+            raise InputError(
+                f"message {block.first + number}, bytes {begin} to {end}, is no Chakra node",
+                slug="chakra-damaged",
+                where=str(self.path),
+                hint="the file is damaged there",
+            ) from error
+
+    def _placed(self, raw_blocks: Iterator[Block]) -> Iterator[Block]:
+        """The blocks; errors name the file, and a truncated end becomes a notice."""
+        try:
+            yield from raw_blocks
+        except InputError as error:
+            if error.where:
+                raise
+            raise InputError(error.message, slug=error.slug, where=str(self.path), hint=error.hint) from error
+        fault = " and ".join(filter(None, [self._pieces.fault, self._cut.sentence() if self._cut.length else ""]))
+        if fault and self._strict:
+            raise InputError(fault, slug="chakra-cut", where=str(self.path), hint="copy the file again")
+        if fault:
+            self.notices.append(
+                Notice("chakra-cut", "error", f"{fault}; every whole node before that is read", where=str(self.path))
+            )
+
+    def _head(self) -> tuple[GlobalMetadata, Block | None]:
+        try:
+            block = next(self._blocks, None)
+        except InputError as error:
+            raise self._refusal(error) from error
+        if block is None:
+            raise self._refusal(None)
+        first = block.data[block.starts[0] : block.stops[0]]
+        rest = Block(block.data, block.starts[1:], block.stops[1:], block.at, 1)
+        if first.startswith(_FIRST_FIELD_VARINT):
+            with suppress(DecodeError):
+                Node.FromString(first)
+                message = "the file begins with a node, not with metadata"
+                self.notices.append(Notice("chakra-no-metadata", "warning", message, where=str(self.path)))
+                return GlobalMetadata(), Block(block.data, block.starts, block.stops, block.at, 0)
+        try:
+            metadata = GlobalMetadata.FromString(first)
+        except DecodeError as error:
+            raise self._refusal(None) from error
+        if first and not metadata.version and not metadata.attr:
+            raise self._refusal(None)
+        return metadata, rest
+
+    def _refusal(self, error: InputError | None) -> InputError:
+        """Why nothing of the file can be read."""
+        self._handle.seek(0)
+        head = next(iter(GzipStream(self._handle)), b"")
+        text = head.lstrip(b"\xef\xbb\xbf \t\r\n")
+        kind = next((kind for magic, kind in _OTHER_KINDS.items() if text.startswith(magic)), "")
+        where = str(self.path)
+        if not head and not self._pieces.fault:
+            return InputError("the file is empty", slug="empty-file", where=where)
+        if kind:
+            detail = f"this is {kind}, not a Chakra trace in binary form"
+            return InputError(detail, slug="not-chakra", where=where, hint=_HINTS.get(kind, ""))
+        if error is not None and error.slug == "gzip-bomb":
+            return error
+        if error is None and (self._cut.length or self._pieces.fault):
+            fault = self._pieces.fault or self._cut.sentence()
+            return InputError(fault, slug="chakra-cut", where=where, hint="nothing before that can be used")
+        detail = f": {error.message}" if error else ": its first message is no metadata of a Chakra trace"
+        return InputError(f"this is not a Chakra trace{detail}", slug="not-chakra", where=where)
+
+
+class EtWriter:
+    """Writes messages to an open file, each after its length."""
+
+    def __init__(self, handle: BinaryIO) -> None:
+        self._write = handle.write
+
+    def message(self, message: GlobalMetadata | Node) -> None:
+        """Write one message; the first must be the metadata."""
+        data = message.SerializeToString()
+        self._write(length_prefix(len(data)) + data)
+
+    def messages(self, metadata: GlobalMetadata, nodes: Iterable[Node]) -> None:
+        """Write the messages of a file."""
+        self.message(metadata)
+        for node in nodes:
+            self.message(node)
+
+    def framed(self, data: bytes | memoryview) -> None:
+        """Write messages that already have their lengths."""
+        self._write(data)
+
+
+def write(
+    path: str | Path, metadata: GlobalMetadata, nodes: Iterable[Node], *, force: bool = False, gzip: bool | None = None
+) -> int:
+    """Write a `.et` file: beside its place first, then renamed, so that it is whole or not there.
+
+    Args:
+        path: The file; gzip where it ends in `.gz`, unless `gzip` says otherwise.
+        metadata: The first message.
+        nodes: The other messages.
+        force: Overwrite an existing file.
+        gzip: Compress or not.
+
+    Returns:
+        The size of the file in bytes.
+
+    Raises:
+        OutputError: `file-exists`, `cannot-write`.
+    """
+    return write_with(path, lambda writer: writer.messages(metadata, nodes), force=force, gzip=gzip)
+
+
+def write_with(
+    path: str | Path, produce: Callable[[EtWriter], None], *, force: bool = False, gzip: bool | None = None
+) -> int:
+    """As `write`, for who has messages in another shape: `produce` writes them, the metadata first."""
+    return write_gzip(Path(path), lambda handle: produce(EtWriter(handle)), force=force, gzip=gzip)
+
+
+GROUP_FILES = ("comm_groups.json", "comm_group.json")  # the first is written
+FILES_OF_RANKS = r"workload\.[^/]*\.et(\.gz)?|comm_groups\.json"
+"""What a directory with the files of all ranks holds, as a regular expression."""
+MOST_GROUP_BYTES = 1 << 28
+
+
+@dataclass(frozen=True)
+class GroupFile:
+    """The group file of a set.
+
+    Attributes:
+        path: Where it was read from; empty where there is none.
+        members: Ranks of each group, by name.
+        faults: What is wrong with it, in words.
+    """
+
+    path: str = ""
+    members: dict[str, tuple[int, ...]] | None = None
+    faults: tuple[str, ...] = ()
+
+
+def read_groups(path: Path) -> GroupFile:
+    """A group file: a JSON object with the name of each group and the list of its ranks.
+
+    Raises:
+        InputError: `not-a-group-file`: it cannot be read at all.
+    """
+    try:
+        document = json.loads(read_small(path, MOST_GROUP_BYTES))
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise InputError(
+            f"the group file cannot be read: {reason}", slug="not-a-group-file", where=str(path)
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"no group file: {error}", slug="not-a-group-file", where=str(path)) from error
+    if not isinstance(document, dict):
+        raise InputError("a group file is a JSON object", slug="not-a-group-file", where=str(path))
+    members: dict[str, tuple[int, ...]] = {}
+    faults: list[str] = []
+    for name, ranks in document.items():
+        is_rank_list = isinstance(ranks, list) and all(
+            isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 for rank in ranks
+        )
+        if is_rank_list:
+            members[name] = tuple(ranks)
+            if len(set(ranks)) < len(ranks):
+                faults.append(f"group `{name}` names a rank twice")
+        else:
+            faults.append(f"group `{name}` is not a list of ranks")
+    return GroupFile(str(path), members, tuple(faults))
+
+
+def group_text(groups: Mapping[str, Iterable[int]]) -> str:
+    """A group file's text, as simulators read it."""
+    return json.dumps({name: list(ranks) for name, ranks in groups.items()}, indent=1) + "\n"

@@ -1,0 +1,525 @@
+"""The nodes of a file as a frame, both ways."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from traceloom import __version__
+from traceloom.errors import InputError, UsageError
+from traceloom.formats.chakra import encode
+from traceloom.formats.chakra.decode import Decoder, Lists, NodeColumns
+from traceloom.formats.chakra.et_pb2 import AttributeProto, GlobalMetadata
+from traceloom.formats.chakra.files import (
+    FILES_OF_RANKS,
+    GROUP_FILES,
+    Block,
+    EtReader,
+    EtWriter,
+    GroupFile,
+    group_text,
+    read_groups,
+    write_with,
+)
+from traceloom.system import files
+from traceloom.system.files import note_input
+from traceloom.trace.array_types import Ints
+from traceloom.trace.notice import Notice
+
+# Attributes that readers look at, and the member of the value that they look into.
+EXPECTED = {
+    "is_cpu_op": "bool_val",
+    "comm_type": "int64_val",
+    "comm_size": "int64_val",
+    "comm_src": "int32_val",
+    "comm_dst": "int32_val",
+    "comm_tag": "int32_val",
+    "comm_priority": "int32_val",
+    "num_ops": "int64_val",
+    "tensor_size": "uint64_val",
+    "pg_name": "string_val",
+    "involved_dim": "bool_list",
+}
+SEQUENCE = "comm_seq"  # number of a collective in its group, as recorded; ours, so that nobody expects it
+ADDED = "simulation_deps"  # those of a node's data dependencies that were only added for a target
+NUMBERS = tuple(name for name, kind in EXPECTED.items() if kind.endswith("_val") and kind != "string_val")
+KINDS = {field.number: field.name for field in AttributeProto.DESCRIPTOR.oneofs_by_name["value"].fields}
+_MOST = 1 << 20  # bytes of files that are decoded as one
+_EXPANSION = 16  # of gzip, roughly
+_NUMBER = {name: number for number, name in KINDS.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class NodeDependencies:
+    """The dependencies of all nodes of one kind, in the order of the nodes.
+
+    Attributes:
+        row: Row of the node that waits, ascending.
+        id: Id of the node it waits for; uint64, as written: nobody says that it exists.
+    """
+
+    row: Ints
+    id: NDArray[np.uint64]
+
+
+_Part = tuple[pl.DataFrame, pl.DataFrame, list[NodeDependencies]]
+
+
+@dataclass(frozen=True)
+class NodeTable:
+    """One `.et` file.
+
+    Attributes:
+        path: Where it was read from.
+        nodes: `id` (UInt64), `name`, `type` (Int32, as written), `start_us`, `duration_us` (UInt64), and one column per
+            attribute of `NUMBERS`, `comm_seq`, `pg_name`: its value, null where it is absent or no whole number;
+            `involved_dim`: a list of flags, null where it is absent or empty.
+        odd: Known attributes that are not as readers expect them: `row`, `attribute`, `kind` (member of the value that
+            holds it), `again` (whether the node has had it before).
+        data: Data dependencies.
+        control: Control dependencies.
+        added: Those of the data dependencies that were only added for a target.
+        metadata: The first message; empty where the file has none.
+        notices: What the stream says of the file: damage.
+        packed: Whether the file is gzip, whatever its name.
+    """
+
+    path: str
+    nodes: pl.DataFrame
+    odd: pl.DataFrame
+    data: NodeDependencies
+    control: NodeDependencies
+    added: NodeDependencies
+    metadata: GlobalMetadata
+    notices: tuple[Notice, ...] = ()
+    packed: bool = False
+
+    def __len__(self) -> int:
+        return self.nodes.height
+
+
+def read_tables(paths: Iterable[str | Path]) -> Iterator[NodeTable]:
+    """The tables of many files, in their order; small files are decoded together, which costs a third.
+
+    Raises:
+        InputError: As of `read_table`.
+    """
+    few: list[str | Path] = []
+    size = 0
+    for path in paths:
+        # What is no file, as a pipe, can be read once only: damage in it must not make it be read again.
+        regular = Path(path).is_file()
+        bytes_of = Path(path).stat().st_size * (_EXPANSION if str(path).endswith(".gz") else 1) if regular else _MOST
+        if few and size + bytes_of > _MOST:
+            yield from _read_together(few)
+            few, size = [], 0
+        few.append(path)
+        size += bytes_of
+    yield from _read_together(few)
+
+
+def _read_together(paths: list[str | Path]) -> list[NodeTable]:
+    """The tables of files that are small enough to be decoded as one."""
+    if len(paths) < 2:
+        return [read_table(path) for path in paths]
+    texts: list[bytes] = []
+    starts: list[Ints] = []
+    stops: list[Ints] = []
+    counts: list[int] = []
+    readers: list[EtReader] = []
+    begin = 0
+    try:
+        for path in paths:
+            with EtReader(path) as reader:
+                blocks = list(reader.blocks())
+            for block in blocks:
+                texts.append(block.data)
+                starts.append(np.array(block.starts, np.int64) + begin)
+                stops.append(np.array(block.stops, np.int64) + begin)
+                begin += len(block.data)
+            counts.append(sum(map(len, blocks)))
+            readers.append(reader)
+        joined = Block(b"".join(texts), np.concatenate(starts).tolist(), np.concatenate(stops).tolist(), 0, 0)
+        (columns,) = Decoder([*EXPECTED, SEQUENCE, ADDED], "").columns([joined])
+    except InputError:  # one is damaged, or no Chakra trace: one after the other says which, and keeps what can be
+        return [read_table(path) for path in paths]
+    nodes, odd, dependencies = _part(columns, 0)
+    ends = np.cumsum(counts).tolist()
+    tables = []
+    for reader, first, end in zip(readers, [0, *ends], ends, strict=False):
+        parts = [(pairs, *np.searchsorted(pairs.row, [first, end])) for pairs in dependencies]
+        data, control, added = (
+            NodeDependencies(pairs.row[low:high] - first, pairs.id[low:high]) for pairs, low, high in parts
+        )
+        own = odd
+        if odd.height:  # a query costs more than a small file
+            own = odd.filter(pl.col("row").is_between(first, end - 1)).with_columns(pl.col("row") - first)
+        tables.append(
+            NodeTable(
+                str(reader.path),
+                nodes.slice(first, end - first),
+                own,
+                data,
+                control,
+                added,
+                metadata=reader.metadata,
+                notices=tuple(reader.notices),
+                packed=reader.packed,
+            )
+        )
+    return tables
+
+
+def read_table(path: str | Path) -> NodeTable:
+    """Read a `.et` or `.et.gz` file: all of it up to where it is damaged.
+
+    Raises:
+        InputError: Not even its beginning is a Chakra trace, or it cannot be read.
+    """
+    with EtReader(path) as reader:
+        decoder = Decoder([*EXPECTED, SEQUENCE, ADDED], str(path))
+        parts: list[_Part] = []
+        row = 0
+        damage: list[Notice] = []
+        blocks, block = reader.blocks(), None
+        try:
+            while (block := next(blocks, None)) is not None:
+                parts.append(_part(next(decoder.columns([block])), row))
+                row += parts[-1][0].height
+        except InputError as error:
+            count = 0
+            with suppress(InputError):  # where the damage is; the nodes before it are read
+                for _ in reader.decoded(block) if block is not None else ():
+                    count += 1
+            if block is not None and count:
+                whole = Block(block.data, block.starts[:count], block.stops[:count], block.at, block.first)
+                parts.append(_part(next(decoder.columns([whole])), row))
+            message = f"{error.message}; what comes before it is read, what comes after it is not"
+            damage.append(Notice(error.slug, "error", message, where=str(reader.path)))
+        data, control, added = (
+            NodeDependencies(
+                np.concatenate([np.zeros(0, np.int64), *(pairs.row for pairs in of_kind)]),
+                np.concatenate([np.zeros(0, np.uint64), *(pairs.id for pairs in of_kind)]),
+            )
+            for of_kind in ([part[2][kind] for part in parts] for kind in range(3))
+        )
+        return NodeTable(
+            str(path),
+            pl.concat([_NO_NODES, *(part[0] for part in parts)], rechunk=True),
+            pl.concat([_NOTHING_ODD, *(part[1] for part in parts)]),
+            data,
+            control,
+            added,
+            metadata=reader.metadata,
+            notices=(*reader.notices, *damage),
+            packed=reader.packed,
+        )
+
+
+def _part(columns: NodeColumns, first: int) -> _Part:
+    """The nodes of a block whose first one has the row `first`: nodes, odd attributes, dependencies."""
+    nodes = pl.DataFrame(
+        {
+            "id": columns.id.view(np.uint64),
+            "name": columns.names,
+            "type": columns.type.astype(np.int32),
+            "start_us": columns.start_us.view(np.uint64),
+            "duration_us": columns.duration_us.view(np.uint64),
+            **{name: columns.numbers(name) for name in (*NUMBERS, SEQUENCE)},
+            "pg_name": columns.strings("pg_name"),
+            "involved_dim": _flags(columns.lists("involved_dim", EXPECTED["involved_dim"]), len(columns)),
+        },
+        schema_overrides={"name": pl.String},
+    ).with_columns(pl.col("is_cpu_op").cast(pl.Boolean))
+    odd = [_NOTHING_ODD]
+    for name, held in columns.attributes.items():
+        if name in EXPECTED:  # where it is not of the expected kind, or stands a second time
+            again = np.zeros(len(held.row), np.bool_)
+            again[1:] = held.row[1:] == held.row[:-1]
+            at = np.flatnonzero((held.member != _NUMBER[EXPECTED[name]]) | again)
+            kinds = [KINDS.get(number, "no value") for number in held.member[at].tolist()]
+            rows = {"row": held.row[at] + first, "attribute": [name] * len(at), "kind": kinds, "again": again[at]}
+            odd.append(pl.DataFrame(rows).cast(_NOTHING_ODD.schema))
+    dependencies = [
+        NodeDependencies(np.repeat(lists.row, lists.count) + first, lists.values.view(np.uint64))
+        for lists in (columns.data, columns.control, columns.lists(ADDED, "uint64_list"))
+    ]
+    return nodes, pl.concat(odd), dependencies
+
+
+def _flags(lists: Lists, count: int) -> pl.Series:
+    """One list of flags per node; null where there is none."""
+    if not len(lists.values):
+        return pl.Series([None], dtype=pl.List(pl.Boolean)).new_from_index(0, count)
+    held = pl.DataFrame({"row": np.repeat(lists.row, lists.count), "flags": lists.values != 0})
+    rows = pl.DataFrame({"row": np.arange(count)})
+    return rows.join(held.group_by("row").agg("flags"), on="row", how="left", maintain_order="left")["flags"]
+
+
+_NO_NODES = pl.DataFrame(
+    schema={
+        "id": pl.UInt64,
+        "name": pl.String,
+        "type": pl.Int32,
+        "start_us": pl.UInt64,
+        "duration_us": pl.UInt64,
+        **{name: pl.Boolean if name == "is_cpu_op" else pl.Int64 for name in (*NUMBERS, SEQUENCE)},
+        "pg_name": pl.String,
+        "involved_dim": pl.List(pl.Boolean),
+    }
+)
+_NOTHING_ODD = pl.DataFrame(
+    schema={"row": pl.Int64, "attribute": pl.Enum(list(EXPECTED)), "kind": pl.String, "again": pl.Boolean}
+)
+
+# Larger numbers are dates or job ids.
+_NUMBERED = re.compile(r"^(?P<prefix>.*?)\.(?P<rank>\d{1,7})\.et(?:\.gz)?$", re.IGNORECASE)
+_ENDINGS = (".et", ".et.gz")
+
+
+@dataclass(frozen=True)
+class FileSet:
+    """Where a set lies: its files by rank, None for a file without a number in its name.
+
+    Attributes:
+        name: Directory and prefix.
+        files: (rank, path), ascending; a rank may be there twice.
+        whole: Whether everything of the set was given: a directory, not single files of it.
+        groups: Its group file, if any.
+    """
+
+    name: str
+    files: tuple[tuple[int | None, Path], ...]
+    whole: bool
+    groups: Path | None
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A set that was read."""
+
+    place: FileSet
+    ranks: tuple[int | None, ...]
+    tables: tuple[NodeTable, ...]
+    groups: GroupFile
+
+    @cached_property
+    def nodes(self) -> pl.DataFrame:
+        """The nodes of all files, file after file: `file` (its place in `tables`), `row` in it, and their columns."""
+        return self._joined([table.nodes.with_row_index("row") for table in self.tables])
+
+    @cached_property
+    def odd(self) -> pl.DataFrame:
+        """The odd attributes of all files, with the column `file`."""
+        return self._joined([table.odd for table in self.tables])
+
+    def _joined(self, frames: list[pl.DataFrame]) -> pl.DataFrame:
+        file = np.repeat(np.arange(len(frames)), [frame.height for frame in frames])
+        return pl.concat(frames).select(
+            pl.Series("file", file, dtype=pl.Int64), pl.all().exclude("row"), pl.col("row").cast(pl.Int64)
+        )
+
+    def location(self, file: int) -> tuple[str, int | None]:
+        """Path and rank of a file."""
+        return self.tables[file].path, self.ranks[file]
+
+
+def places(inputs: Sequence[str | Path], groups: Path | None = None) -> list[FileSet]:
+    """The sets that files and directories belong to, in the order of their names.
+
+    Args:
+        inputs: `.et` or `.et.gz` files, or directories of them.
+        groups: The group file; where not given, the one beside the files.
+
+    Raises:
+        UsageError: `no-file`: something does not exist.
+        InputError: `no-traces`: a directory without `.et` files.
+    """
+    files_of_set: dict[tuple[Path, str], list[tuple[int | None, Path]]] = {}
+    from_directory: dict[tuple[Path, str], bool] = {}
+    for path in map(Path, inputs):
+        if not path.exists():
+            raise UsageError(f"there is no `{path}`", slug="no-file", hint="check the path")
+        members = sorted(p for p in path.iterdir() if p.name.lower().endswith(_ENDINGS)) if path.is_dir() else [path]
+        if not members:
+            hint = (
+                "of a recorded run: traceloom link RUN -o job.graph, traceloom convert job.graph DIR --target astra-sim"
+            )
+            raise InputError("the directory holds no .et files", slug="no-traces", where=str(path), hint=hint)
+        for member in members:
+            match = _NUMBERED.match(member.name)
+            key = (member.parent, match["prefix"] if match else member.name)
+            entry = (int(match["rank"]) if match else None, member)
+            if entry not in files_of_set.setdefault(key, []):
+                files_of_set[key].append(entry)
+            from_directory[key] = from_directory.get(key, False) or path.is_dir()
+    return [
+        FileSet(
+            str(home / prefix),
+            tuple(sorted(files, key=lambda f: (-1 if f[0] is None else f[0], f[1]))),
+            from_directory[home, prefix] or len(files) > 1,
+            groups or next((home / name for name in GROUP_FILES if (home / name).is_file()), None),
+        )
+        for (home, prefix), files in sorted(files_of_set.items())
+    ]
+
+
+def read_workload(location: FileSet, step: Callable[[Path], None] | None = None) -> Workload:
+    """Read all files of a set into columns.
+
+    Args:
+        location: The set.
+        step: Called before each file is read.
+
+    Raises:
+        InputError: A file is no Chakra trace at all. What is readable of a damaged file is read, with a notice.
+    """
+
+    def noted() -> Iterator[Path]:
+        for _, path in location.files:
+            if step:
+                step(path)
+            note_input(path)
+            yield path
+
+    tables = tuple(read_tables(noted()))
+    ranks = tuple(rank for rank, _ in location.files)
+    if location.groups:
+        note_input(location.groups)
+    return Workload(location, ranks, tables, read_groups(location.groups) if location.groups else GroupFile())
+
+
+WINDOW = 1 << 16
+
+PLAIN = pl.Schema(
+    {
+        "id": pl.Int64,
+        "name": pl.String,
+        "type": pl.Int64,
+        "duration_us": pl.Int64,
+        "is_cpu_op": pl.Boolean,
+        "comm_type": pl.Int64,
+        "comm_size": pl.Int64,  # bytes, with the meaning that the kind of the collective gives it
+        "pg_name": pl.String,  # null: all ranks
+        "comm_src": pl.Int64,
+        "comm_dst": pl.Int64,
+        "comm_tag": pl.Int64,
+        "num_ops": pl.Int64,  # floating-point operations
+        "tensor_size": pl.Int64,  # bytes that the operation moves in memory
+    }
+)
+_MEMBERS = {
+    "comm_type": "int64_val",
+    "comm_size": "int64_val",
+    "comm_src": "int32_val",
+    "comm_dst": "int32_val",
+    "comm_tag": "int32_val",
+    "num_ops": "int64_val",
+    "tensor_size": "uint64_val",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Dependencies: the node of row `row` (ascending) waits for the node with id `id`."""
+
+    row: Ints
+    id: Ints
+
+
+def no_pairs() -> Pairs:
+    """No dependencies."""
+    return Pairs(np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+
+@dataclass(frozen=True)
+class PlainNodes:
+    """The file of one rank.
+
+    Attributes:
+        nodes: Columns of `PLAIN`; ids ascend.
+        dependencies: All data dependencies.
+        added: Those of them that were only added for the target.
+    """
+
+    nodes: pl.DataFrame
+    dependencies: Pairs
+    added: Pairs = field(default_factory=no_pairs)
+
+    def windows(self) -> Iterator[bytes]:
+        """Messages with their lengths, some ten thousand at a time."""
+        for at in range(0, self.nodes.height, WINDOW):
+            nodes = self.nodes.slice(at, WINDOW)
+            everywhere = np.ones(nodes.height, np.bool_)
+            on_host = nodes["is_cpu_op"].fill_null(value=False).cast(pl.Int64).to_numpy()
+            counts, ids = _of(self.dependencies, at, nodes.height)
+            fields = [
+                encode.number_field(b"\x08", nodes["id"].to_numpy()),
+                encode.delimited(b"\x12", encode.texts(nodes["name"])),
+                encode.number_field(b"\x18", nodes["type"].to_numpy()),
+                encode.packed_field(b"\x2a", counts, ids),
+                encode.number_field(b"\x38", nodes["duration_us"].to_numpy()),
+                *encode.number_attribute("is_cpu_op", "bool_val", on_host, everywhere),
+            ]
+            for name, member in _MEMBERS.items():
+                present = nodes[name].is_not_null().to_numpy()
+                fields += encode.number_attribute(name, member, nodes[name].fill_null(0).to_numpy(), present)
+            fields += encode.text_attribute("pg_name", nodes["pg_name"])
+            counts, ids = _of(self.added, at, nodes.height)
+            fields += encode.number_list_attribute(ADDED, "uint64_list", counts, ids, counts > 0)
+            yield encode.render_page(fields)
+
+
+def _of(pairs: Pairs, at: int, count: int) -> tuple[Ints, Ints]:
+    """How many dependencies each of `count` rows from `at` has, and all of them."""
+    first, last = np.searchsorted(pairs.row, [at, at + count])
+    return np.bincount(pairs.row[first:last] - at, minlength=count).astype(np.int64), pairs.id[first:last]
+
+
+def plain_metadata(schema: str, more: Mapping[str, str | int]) -> GlobalMetadata:
+    """The first message of a file: which of our schemas it follows, and what else is to be said, by name."""
+    message = GlobalMetadata(version="1.0.0")
+    values: dict[str, Any] = {"schema": schema, "traceloom": __version__, **more}
+    for name, value in values.items():
+        if isinstance(value, int):
+            message.attr.add(name=name, int64_val=value)
+        else:
+            message.attr.add(name=name, string_val=value)
+    return message
+
+
+def write_plain(
+    directory: Path,
+    ranks: Sequence[tuple[GlobalMetadata, PlainNodes]],
+    groups: Mapping[str, Sequence[int]],
+    *,
+    force: bool = False,
+) -> list[Path]:
+    """Write `workload.<rank>.et` for every rank, from 0, and the group file; all of it, or nothing.
+
+    Raises:
+        OutputError: `file-exists`, `cannot-write`.
+    """
+
+    def produce(folder: Path) -> None:
+        for rank, (metadata, nodes) in enumerate(ranks):
+
+            def fill(writer: EtWriter, metadata: GlobalMetadata = metadata, nodes: PlainNodes = nodes) -> None:
+                writer.message(metadata)
+                for window in nodes.windows():
+                    writer.framed(window)
+
+            write_with(folder / f"workload.{rank}.et", fill)
+        text = group_text(groups).encode()
+        files.write(folder / GROUP_FILES[0], lambda handle: handle.write(text), force=False)
+
+    return files.write_directory(directory, produce, FILES_OF_RANKS, force=force)

@@ -1,0 +1,425 @@
+"""What the user gave -> files, their format, which of them are one run."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from msgspec import Struct, field
+
+from traceloom.errors import InputError, unreadable
+from traceloom.formats import capture_document
+from traceloom.formats import kineto_metadata as md
+from traceloom.formats.kineto_document import Document
+from traceloom.formats.kineto_fields import from_text
+from traceloom.formats.resync import DamageLog
+from traceloom.formats.text_stream import first_pieces
+from traceloom.formats.text_stream import open_input as text_stream_open_input
+from traceloom.system.files import natural_key, note_input, open_input, read_small, restore_addresses
+from traceloom.trace.notice import Notice
+
+if TYPE_CHECKING:
+    from traceloom.trace.trace import Trace
+
+
+_HEAD = 4096
+Step = Callable[[int, int], None]
+
+
+class Source(Protocol):
+    """A format.
+
+    Attributes:
+        endings: Names of such files in a directory end so, in lower case.
+    """
+
+    endings: tuple[str, ...]
+
+    def matches(self, head: bytes) -> bool:
+        """Whether a file with this beginning (4096 bytes or less, unpacked) is of the format."""
+
+    def peek(self, file: InputFile) -> FileHead:
+        """What the first part of a file tells about the run it belongs to.
+
+        Raises:
+            InputError: It is no such file.
+        """
+
+    def read(
+        self, path: str | Path, *, capture: dict[str, Any] | None, step: Step | None, processes: int | None
+    ) -> Trace:
+        """The trace; arguments and errors as of `traceloom.read.read_kineto`."""
+
+
+class KinetoSource:
+    """Kineto traces; of a file that is none, their reader says what it is instead."""
+
+    endings: tuple[str, ...] = (".json", ".json.gz")
+
+    def matches(self, head: bytes) -> bool:  # noqa: ARG002
+        """Always: the last of all formats."""
+        return True
+
+    def peek(self, file: InputFile) -> FileHead:
+        """See `Source`."""
+
+        return read_head(file)
+
+    def read(
+        self, path: str | Path, *, capture: dict[str, Any] | None, step: Step | None, processes: int | None
+    ) -> Trace:
+        """See `Source`."""
+        from traceloom.formats.kineto import read_kineto
+
+        return read_kineto(path, capture=capture, step=step, processes=processes)
+
+
+def job_of(entry: dict[str, Any]) -> str | int:
+    """What the parts of a capture that are of one job have in common, and no other part has.
+
+    A process on its own is a job of its own.
+    """
+    job, name = entry.get("job"), entry.get("name")
+    if isinstance(job, str):
+        return job
+    return f"process {name}" if isinstance(name, str) else id(entry)
+
+
+_JOB = re.compile(r"^(PT_PROFILER_JOB_\w*ID\w*|group_trace_id|mast_job_name|tw_job|job_id)$", re.IGNORECASE)
+
+
+class FileHead(Struct, frozen=True):
+    """What the first part of a file tells.
+
+    Attributes:
+        source: The file.
+        rank: From capture.json, `distributedInfo` or the file name.
+        world_size: From the same.
+        job: Job ids.
+        part: Of a capture: what its parts of one job have in common.
+        host: Host name.
+        process: Process id of the first event.
+        start_ns: Earliest time of the first slice; None where the clock is not Unix time.
+        pattern: Directory and file name, digits replaced.
+    """
+
+    source: InputFile
+    rank: int | None
+    world_size: int | None
+    job: tuple[tuple[str, str], ...]
+    part: str | int | None
+    host: str | None
+    process: Any
+    start_ns: int | None
+    pattern: str
+
+
+def read_head(source: InputFile) -> FileHead:
+    """Read the metadata and the first slice of a file.
+
+    Raises:
+        InputError: It is no trace.
+    """
+    damage = DamageLog()
+    with text_stream_open_input(source.path) as stream:
+        document = Document(partial(first_pieces, stream, damage), damage, str(source.path))
+        slices = document.slices()
+        first = next(slices, None)
+        slices.close()
+    metadata = document.metadata
+    entries = [entry for entry in first.entries if entry.ph == "X"] if first else []
+    process = next((entry.pid for entry in entries if isinstance(entry.pid, int) and entry.pid > 0), None)
+    start = None
+    if entries and first and first.exact:
+        starts, _, good, _ = from_text([entry.ts for entry in entries], [b"0"] * len(entries))
+        start = int(starts[good].min()) if good.any() else None
+    elif times := [entry.ts for entry in entries if entry.ts == entry.ts]:  # no NaN
+        start = int(min(times) * 1000)
+    if start is not None:
+        start += md.base_ns(metadata, source.entry)
+    info = md.distributed(metadata)
+    entry = source.entry or {}
+    rank, _, _ = md.find_rank(metadata, None, str(source.path), source.entry)
+    host = metadata.get("host_name")
+    return FileHead(
+        source=source,
+        rank=rank,
+        world_size=md.whole(entry.get("world_size")) or md.whole(info.get("world_size")),
+        part=None if source.entry is None else job_of(source.entry),
+        job=tuple(sorted((key, str(value)) for key, value in metadata.items() if _JOB.match(key))),
+        host=host if isinstance(host, str) and host else None,
+        process=process,
+        start_ns=start if start is not None and start > 10**18 else None,
+        pattern=re.sub(r"\d+", "#", str(source.path)),
+    )
+
+
+SOURCES: list[Source] = [KinetoSource()]  # the first that matches reads a file
+
+
+def source_of(path: str | Path) -> Source:
+    """The format of a file; the last one for standard input, pipes and what cannot be read."""
+    head = head_of(Path(path)) if Path(path).is_file() else None
+    return SOURCES[-1] if head is None else next(source for source in SOURCES if source.matches(head))
+
+
+def head_of(path: Path) -> bytes | None:
+    """The beginning of a file, unpacked; None where it cannot be read."""
+    try:
+        with open_input(path) as file:
+            head = file.read(_HEAD)
+        return zlib.decompressobj(31).decompress(head, _HEAD) if head.startswith(b"\x1f\x8b") else head
+    except (OSError, zlib.error):
+        return None
+
+
+_DEPTH = 4  # levels below a directory
+_CAPTURE = "capture.json"
+# What the host agent records beside a trace; none is one.
+_BESIDE_TRACES = (".allocations.json.gz", ".launches.json.gz", ".stacks.json.gz", ".telemetry.json.gz", ".dump.json")
+_Capture = tuple[dict[str, Any], list[Notice]]
+_MOST_CAPTURE = 1 << 28  # bytes
+_OF_CAPTURE = re.compile(r"capture\.json$|(rank\d+(-pid\d+)?|pid\d+)\.\w")
+
+
+class InputFile(Struct, frozen=True):
+    """One file to read.
+
+    Attributes:
+        path: The file; `-` is standard input.
+        given: It was named by the user, not found in a directory.
+        capture: The directory of the capture it belongs to.
+        entry: This rank's part of capture.json.
+    """
+
+    path: Path
+    given: bool
+    capture: Path | None = None
+    entry: dict[str, Any] | None = None
+
+
+class InputSet(Struct):
+    """The inputs and the documents of captures, by directory, with what was left out of each."""
+
+    inputs: list[InputFile] = field(default_factory=list)
+    captures: dict[Path, dict[str, Any]] = field(default_factory=dict)
+    notices: dict[Path, list[Notice]] = field(default_factory=dict)
+
+
+def files_of(paths: Sequence[str]) -> list[Path]:
+    """Every file that the paths stand for; of a capture every file in it.
+
+    Raises:
+        InputError: As `find` does.
+    """
+    discovered = find(tuple(paths))
+    files = [source.path for source in discovered.inputs]
+    for folder in discovered.captures:
+        files += sorted(path for path in folder.iterdir() if path.is_file())
+    return files
+
+
+def find(paths: tuple[str, ...]) -> InputSet:
+    """Every file that the paths stand for.
+
+    Raises:
+        InputError: `unreadable` for a path that does not exist; `no-traces` for a directory without any candidate.
+    """
+    discovered = InputSet()
+    seen: set[Path] = set()
+    captures: dict[Path, _Capture | None] = {}
+    for text in paths:
+        path = Path(text)
+        if text != "-":
+            try:
+                path.stat()
+            except (FileNotFoundError, NotADirectoryError) as error:
+                raise InputError("there is no such file or directory", slug="unreadable", where=str(path)) from error
+            except (OSError, ValueError) as error:
+                raise unreadable(path, error) from error
+        if path.is_dir():
+            if not _directory(path, discovered, seen, _DEPTH):
+                raise InputError(
+                    "the directory holds no trace (no .json or .json.gz file)", slug="no-traces", where=text
+                )
+        elif path.name == _CAPTURE:
+            _directory(path.parent, discovered, seen, 0)
+        else:
+            _add(discovered, seen, _window_input(path, discovered, captures) or InputFile(path, given=True))
+    return discovered
+
+
+def _window_input(path: Path, discovered: InputSet, captures: dict[Path, _Capture | None]) -> InputFile | None:
+    """The input for a window in its capture, with its part of capture.json; None for any other file."""
+    if not _OF_CAPTURE.match(path.name):
+        return None
+    folder = path.parent
+    if folder not in captures:
+        captures[folder] = None
+        with contextlib.suppress(InputError):  # the file itself may be good
+            captures[folder] = read_capture(folder)
+    capture = captures[folder]
+    if capture is None:
+        return None
+    document, discovered.notices[folder] = capture
+    for name, entry in windows(document):
+        if name == path.name:
+            subset = discovered.captures.setdefault(folder, {**document, "ranks": []})
+            if entry not in subset["ranks"]:
+                subset["ranks"].append(entry)
+            return InputFile(path, given=True, capture=folder, entry=entry)
+    return None
+
+
+def _add(discovered: InputSet, seen: set[Path], candidate: InputFile) -> None:
+    real = candidate.path.resolve() if str(candidate.path) != "-" else candidate.path
+    if real not in seen:
+        seen.add(real)
+        discovered.inputs.append(candidate)
+
+
+def _directory(folder: Path, discovered: InputSet, seen: set[Path], depth: int) -> bool:
+    """Add the files of a directory; whether there is any, added before or not."""
+    candidates = False
+    capture = read_capture(folder)
+    if capture is not None:
+        document, discovered.notices[folder] = capture
+        discovered.captures[folder] = document
+        for name, entry in windows(document):
+            path = folder / name
+            if path.is_file():
+                candidates = True
+                _add(discovered, seen, InputFile(path, given=False, capture=folder, entry=entry))
+        return candidates
+    try:
+        entries = sorted(folder.iterdir(), key=natural_key)
+    except OSError as error:
+        raise unreadable(folder, error, "directory") from error
+    for path in entries:
+        if path.is_dir() and depth > 0 and not path.name.startswith("."):
+            candidates |= _directory(path, discovered, seen, depth - 1)
+        elif path.name.endswith(_BESIDE_TRACES):
+            continue
+        elif path.is_file() and path.name.lower().endswith(tuple(chain(*(source.endings for source in SOURCES)))):
+            candidates = True
+            _add(discovered, seen, InputFile(path, given=False))
+    return candidates
+
+
+def read_capture(folder: Path) -> _Capture | None:
+    """capture.json of a directory, or the parts that its ranks wrote where the run did not end well.
+
+    Returns:
+        The document, in which values are of the types that they should be, and what was left out; None without either.
+
+    Raises:
+        InputError: `other-version`; `damaged-capture`: the file is there but is not what it should be.
+    """
+    whole = folder / _CAPTURE
+    if whole.is_file():
+        note_input(whole)
+        decoded = _decoded(whole)
+        if decoded is None:
+            raise InputError("capture.json is damaged or of another program", slug="damaged-capture", where=str(whole))
+    else:
+        parts = [_decoded(path) for path in sorted(folder.glob("*.capture.json"), key=natural_key)]
+        whole_parts = [part for part in parts if part is not None]
+        ranks = [entry for document, _ in whole_parts for entry in document["ranks"]]
+        if not ranks:
+            return None
+        decoded = {**whole_parts[0][0], "ranks": ranks}, [notice for _, notices in whole_parts for notice in notices]
+    for path in folder.iterdir():  # all that belongs to the capture is an input, whatever of it is read today
+        if _OF_CAPTURE.match(path.name):
+            note_input(path)
+    return decoded
+
+
+def _decoded(path: Path) -> _Capture | None:
+    try:
+        return capture_document.decode(read_small(path, _MOST_CAPTURE), path)
+    except OSError:
+        return None
+
+
+def filter_by_job(document: dict[str, Any], jobs: set[str | int]) -> dict[str, Any]:
+    """The document of a capture with the parts of these jobs only."""
+    return {**document, "ranks": [entry for entry in document.get("ranks", []) if job_of(entry) in jobs]}
+
+
+def windows(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """File name and part of capture.json of every timed window; graph steps are none."""
+    ranks = document.get("ranks")
+    for entry in ranks if isinstance(ranks, list) else []:
+        if not isinstance(entry, dict):
+            continue
+        several = entry.get("windows")
+        for window in several if isinstance(several, list) else [entry.get("window")]:
+            name = window.get("file") if isinstance(window, dict) else None
+            # A name from a file of a stranger never leaves the directory.
+            if isinstance(name, str) and Path(name).name == name:
+                yield name, entry
+
+
+_NEAR_NS = 600 * 10**9  # ranks of one run start their windows within ten minutes
+_FAR_NS = 3600 * 10**9
+
+
+def is_same_run(left: FileHead, right: FileHead) -> bool:
+    """Whether two files are of one run: captures, job ids, world size, time, processes and names, in this order."""
+    if left.source.capture is not None or right.source.capture is not None:
+        return left.source.capture == right.source.capture and left.part == right.part
+    jobs, others = dict(left.job), dict(right.job)
+    if any(jobs[key] != others[key] for key in jobs.keys() & others.keys()):
+        return False
+    if left.world_size is not None and right.world_size is not None and left.world_size != right.world_size:
+        return False
+    gap = None if left.start_ns is None or right.start_ns is None else abs(left.start_ns - right.start_ns)
+    alike = left.pattern == right.pattern
+    if (left.world_size or 0) > 1 and (right.world_size or 0) > 1:
+        return (gap is not None and gap <= (_FAR_NS if alike else _NEAR_NS)) or (gap is None and alike)
+    same_process = left.process is not None and left.process == right.process and left.host == right.host
+    if left.rank == right.rank:
+        return alike and same_process and left.start_ns != right.start_ns
+    return alike and None not in (left.rank, right.rank) and (gap is None or gap <= _FAR_NS)
+
+
+def group(peeks: list[FileHead]) -> list[list[FileHead]]:
+    """Files by run, in the order of their first file."""
+    runs: list[list[FileHead]] = []
+    for candidate in peeks:
+        home = next((run for run in runs if is_same_run(run[0], candidate) or is_same_run(run[-1], candidate)), None)
+        if home is None:
+            runs.append([candidate])
+        else:
+            home.append(candidate)
+    return runs
+
+
+def name_runs(runs: list[list[FileHead]], requested: tuple[str, ...]) -> list[str]:
+    """A name for each run: what the user gave where there is one run, else what its files have in common."""
+    if len(runs) == len(requested) == 1:
+        return [requested[0]]
+    homes = [run[0].source.capture for run in runs]  # that of all its files
+    runs_in = Counter(homes)
+    labels = []
+    for run, home in zip(runs, homes, strict=True):
+        paths = [peek.source.path for peek in run]
+        if len(runs) > 1 and home is not None and runs_in[home] == 1:
+            labels.append(str(home))
+        elif len(set(paths)) == 1:
+            labels.append(str(paths[0]))
+        elif len({path.parent for path in paths}) > 1:
+            parts = [restore_addresses(path.as_posix()).split("/") for path in paths]
+            shared = [column[0] for column in zip(*parts, strict=False) if len(set(column)) == 1]
+            labels.append(("/".join(shared) or "/") if shared else str(paths[0]))
+        else:
+            masked = {re.sub(r"\d+", "*", path.name) for path in paths}
+            labels.append(str(paths[0].parent / (masked.pop() if len(masked) == 1 else paths[0].name)))
+    return labels

@@ -1,0 +1,617 @@
+"""Decoded entries to columns."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import struct
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from traceloom.formats.kineto_document import WHOLE, Document, Slice, TextRange
+from traceloom.formats.kineto_fields import NO_ARGUMENTS, NULL, RAW, all_arguments, from_doubles, from_text
+from traceloom.formats.resync import MALFORMED, DamageLog
+from traceloom.formats.text_stream import open_input, text_pieces
+from traceloom.trace import mapped_arrays
+from traceloom.trace import vocabulary as cat
+from traceloom.trace.array_types import Array
+from traceloom.trace.mapped_arrays import BLOCK_POOL, ColumnSpool, pieces
+
+_OPS, _FRAMES, _CALLS, _DEVICE = 1, 2, 4, 8
+_GROUP = {
+    cat.OP: _OPS,
+    cat.ANNOTATION: _OPS,
+    cat.COLLECTIVE: _OPS,
+    cat.OTHER: _OPS,
+    cat.PYTHON: _FRAMES,
+    cat.RUNTIME: _CALLS,
+    cat.DRIVER: _CALLS,
+    cat.KERNEL: _DEVICE,
+    cat.COPY: _DEVICE,
+    cat.FILL: _DEVICE,
+    cat.GPU_ANNOTATION: _DEVICE,
+    cat.SYNC: _DEVICE,
+    cat.GPU_EVENT: _DEVICE,
+    cat.COMMAND: _DEVICE,
+}
+_CODE = {name: code for code, name in enumerate(cat.CATEGORIES)}
+_GROUP_OF_CODE = np.array([_GROUP.get(name, 0) for name in cat.CATEGORIES], dtype=np.uint8)
+_COPY_CODES = (_CODE[cat.COPY], _CODE[cat.FILL])
+_SYNC_CODES = (_CODE[cat.SYNC], _CODE[cat.GPU_EVENT])
+_KERNEL_CODE = _CODE[cat.KERNEL]
+_COMMAND_CODE = _CODE[cat.COMMAND]
+
+_JOINED = 64  # arrays of slices made one
+_MOST_LISTS = 20_000  # combinations of lists that are remembered
+
+COLLECTIVE_TEXTS = ("collective", "group", "element_type", "group_description")
+COLLECTIVE_RAWS = ("group_ranks", "in_splits", "out_splits", "asynchronous")
+COLLECTIVE_NUMBERS = (
+    "in_elements",
+    "out_elements",
+    "group_size",
+    "collective_sequence",
+    "rank",
+    "source_rank",
+    "target_rank",
+    "root_rank",
+)
+FILLING = ("blocks_per_sm", "warps_per_sm", "occupancy_percent")
+_COPY_TEXTS = ("kind", "copy_kind", "source_kind", "target_kind")
+LISTS = ("shapes", "types", "strides", "concrete")
+_TEXTS = frozenset(("name", "kind", "key", *LISTS, *_COPY_TEXTS, *COLLECTIVE_TEXTS, *COLLECTIVE_RAWS))
+ALLOCATION = ("address", "allocation_bytes", "total_allocated", "total_reserved", "device_type", "device_id")
+
+
+class StringTable(dict[Any, int]):
+    """Numbers for things, in the order of their first appearance."""
+
+    def __missing__(self, key: Any) -> int:
+        number = self[key] = len(self)
+        return number
+
+
+class _Lists(dict[bytes, int]):
+    """Numbers for combinations of four lists, joined by zero bytes, and the numbers of the four texts of each.
+
+    Attributes:
+        odd: Which combinations hold what is no list; it is absent. None where there is none.
+    """
+
+    def __init__(self, texts: StringTable) -> None:
+        self._texts = texts
+        self._parts = np.zeros((4, 1024), dtype=np.int32)
+        self.odd: Array | None = None
+
+    def __missing__(self, key: bytes) -> int:
+        number = self[key] = len(self)
+        if number == self._parts.shape[1]:
+            self._parts = np.concatenate([self._parts, np.zeros_like(self._parts)], axis=1)
+        parts = key.split(b"\0")
+        lists = [_is_list(part) for part in parts]
+        self._parts[:, number] = [self._texts[part] if lists[at] else -1 for at, part in enumerate(parts)]
+        if any(part and part != b"null" and not lists[at] for at, part in enumerate(parts)):
+            self.odd = np.append(np.zeros(0, np.int64) if self.odd is None else self.odd, number)
+        return number
+
+    def parts(self, numbers: Array) -> Array:
+        """The numbers of the four texts, -1 where absent; shape (4, numbers)."""
+        return self._parts[:, numbers]
+
+
+class _CategoryCodes(dict[str | None, int]):
+    """The closed category of a name in the file."""
+
+    def __missing__(self, name: str | None) -> int:
+        code = self[name] = _CODE[cat.FROM_KINETO.get((name or "").lower(), cat.OTHER)]
+        return code
+
+
+class ColumnTables(Struct, frozen=True):
+    """What the numbers in the columns of a file stand for, and what was counted; see `Columns`."""
+
+    texts: list[Any]
+    places: list[tuple[Any, Any]]
+    thread_names: dict[tuple[Any, Any], str]
+    process_names: dict[Any, str]
+    unknown_categories: dict[str, int]
+    entries: int
+    rows: int
+
+
+class Columns:
+    """The arrays of a whole file, gathered slice by slice.
+
+    Attributes:
+        texts: Numbers of all texts (names, lists of shapes): `texts[text] -> code`.
+        places: Numbers of (pid, tid) pairs.
+        tables: Name of a table -> name of a column -> arrays in file order. `spans` has one row per complete event;
+            tables with a column `row` say which of its rows they are about.
+        thread_names: (pid, tid) -> name; process_names: pid -> name.
+        entries: Entries of `traceEvents`, all phases.
+    """
+
+    def __init__(self, damage: DamageLog) -> None:
+        self.texts = StringTable()
+        self.places = StringTable()
+        self.tables: dict[str, dict[str, list[Any]]] = {}
+        self.thread_names: dict[tuple[Any, Any], str] = {}
+        self.process_names: dict[Any, str] = {}
+        self.unknown_categories: dict[str, int] = {}
+        self.entries = 0
+        self.rows = 0
+        self._damage = damage
+        self.spill: ColumnSpool | None = None
+        self._dtypes: dict[tuple[str, str], Any] = {}
+        self._lists = _Lists(self.texts)
+        self._merged: dict[tuple[str, str], int] = {}
+        self._categories = _CategoryCodes()
+
+    def add(self, part: Slice) -> None:
+        """Take the entries of a slice."""
+        entries = part.entries
+        self.entries += len(entries)
+        spans, offsets, lengths = [entry for entry in entries if entry.ph == "X"], part.offsets, part.lengths
+        complete = None
+        if len(spans) < len(entries):
+            complete = np.fromiter([entry.ph == "X" for entry in entries], dtype=np.bool_, count=len(entries))
+            offsets, lengths = offsets[complete], lengths[complete]
+        if spans or complete is None:
+            self._add_spans(spans, part, offsets, lengths)
+        if complete is None:
+            return
+        rest = np.flatnonzero(~complete).tolist()
+        phases = [entries[row].ph for row in rest]
+        for phase in dict.fromkeys(phases):
+            rows = [row for row, its in zip(rest, phases, strict=True) if its == phase]
+            of_phase = [entries[row] for row in rows]
+            if phase == "M":
+                for entry in of_phase:
+                    if entry.name == "thread_name" and entry.args is not None and entry.args.name is not None:
+                        self.thread_names[entry.pid, entry.tid] = str(entry.args.name)
+                    elif entry.name == "process_name" and entry.args is not None and entry.args.name is not None:
+                        self.process_names[entry.pid] = str(entry.args.name)
+            elif phase in ("s", "t", "f"):
+                start, _, timed, _ = self._times(of_phase, exact=part.exact)
+                self._put(
+                    "flows",
+                    phase=np.full(len(rows), phase == "s", dtype=np.bool_),
+                    flow=numbers([NULL if entry.id is None else entry.id for entry in of_phase]),
+                    kind=self._codes([entry.cat or entry.name for entry in of_phase]),
+                    place=self._places_of(of_phase),
+                    start=np.where(timed, start, NULL),
+                )
+            elif phase in ("i", "I", "R"):
+                self._add_instants(of_phase, exact=part.exact)
+            elif phase == "C":
+                self._add_counters(of_phase, rows, part)
+            else:
+                self._damage.note("unknown-phase", f"byte {part.offsets[rows[0]]} of the text", len(rows))
+
+    def take(self, table: str, name: str, dtype: Any) -> Array:
+        """One column of a table in file order, which is forgotten here; empty where no slice had a row."""
+        parts = self.tables.get(table, {}).pop(name, [])
+        if self.spill is not None and (parts or self.spill.holds(table, name)):
+            return self.spill.column(table, name, parts, parts[0].dtype if parts else self._dtypes[table, name])
+        return np.concatenate(parts) if parts else np.zeros(0, dtype=dtype)
+
+    def legend(self) -> ColumnTables:
+        """All but the columns."""
+        return ColumnTables(
+            list(self.texts),
+            list(self.places),
+            self.thread_names,
+            self.process_names,
+            self.unknown_categories,
+            self.entries,
+            self.rows,
+        )
+
+    def pieces(self) -> Iterator[tuple[str, str, Array]]:
+        """Table, column and values, a piece of a column at a time; what was given is forgotten here."""
+        for table, columns in self.tables.items():
+            for name in list(columns):
+                values = self.take(table, name, None)
+                for piece in pieces(len(values)):
+                    yield table, name, values[piece].view(np.ndarray)
+
+    def extend(self, state: ColumnTables, some: Iterable[tuple[str, str, Array]]) -> None:
+        """Take what another process decoded of the part of the text that follows: its `legend()` and `pieces()`."""
+        texts = np.array([*map(self.texts.__getitem__, state.texts), -1], dtype=np.int32)  # -1 stays -1
+        places = np.array([self.places[pair] for pair in state.places], dtype=np.int32)
+        for table, name, piece in some:
+            values = piece
+            if name == "row":
+                values = self._row(piece)
+            elif name == "place":
+                values = places[piece]
+            elif name in _TEXTS:
+                values = texts[piece]
+            self._put(table, **{name: values})
+            if self.spill is not None:
+                self._merge(table, name, self.tables[table][name])
+        self.thread_names |= state.thread_names
+        self.process_names |= state.process_names
+        for category, count in state.unknown_categories.items():
+            self.unknown_categories[category] = self.unknown_categories.get(category, 0) + count
+        self.entries += state.entries
+        self.rows += state.rows
+
+    def close(self) -> None:
+        """Remove what lies on disk."""
+        if self.spill is not None:
+            self.spill.close()
+            BLOCK_POOL.clear()
+
+    # -- inside -----------------------------------------------------------------------------------------------
+
+    def _put(self, table: str, **columns: Array) -> None:
+        into = self.tables.setdefault(table, {})
+        for name, values in columns.items():
+            parts = into.setdefault(name, [])
+            parts.append(values)
+            if len(parts) - self._merged.get((table, name), 0) == _JOINED:
+                self._merge(table, name, parts)
+
+    def _merge(self, table: str, name: str, parts: list[Array]) -> None:
+        """Few large arrays instead of many small ones, since what lies between small ones is never given back."""
+        parts[-_JOINED:] = [np.concatenate(parts[-_JOINED:])]
+        if self.spill is not None:
+            self._dtypes[table, name] = parts[0].dtype
+            for values in parts:
+                self.spill.add(table, name, values)
+            parts.clear()
+        self._merged[table, name] = len(parts)
+
+    def _codes(self, values: Sequence[Any]) -> Array:
+        texts = self.texts
+        return to_array("i", [texts[value] for value in values])
+
+    def _text_codes(self, values: Sequence[Any]) -> Array:
+        texts = self.texts
+        coded = [-1 if value is None else texts[str(value)] for value in values]
+        return np.fromiter(coded, dtype=np.int32, count=len(coded))
+
+    def _times(self, entries: list[Any], *, exact: bool) -> tuple[Array, Array, Array, Array]:
+        starts, durations = [entry.ts for entry in entries], [entry.dur for entry in entries]
+        if exact:
+            return from_text(starts, durations)
+        return from_doubles(to_array("d", starts), to_array("d", durations))
+
+    def _add_spans(self, spans: list[Any], part: Slice, offsets: Array, lengths: Array) -> None:
+        start, duration, timed, lasting = self._times(spans, exact=part.exact)
+        if not timed.all():
+            lost = np.flatnonzero(~timed)
+            self._damage.note("missing-time", f"byte {offsets[lost[0]]} of the text", len(lost))
+            kept = np.flatnonzero(timed)
+            spans = [spans[row] for row in kept.tolist()]
+            start, duration, lasting, offsets, lengths = (
+                column[kept] for column in (start, duration, lasting, offsets, lengths)
+            )
+        if not lasting.all():
+            unknown = np.flatnonzero(~lasting)
+            self._damage.note("missing-duration", f"byte {offsets[unknown[0]]} of the text", len(unknown))
+        categories = self._categories
+        code = to_array("B", [categories[span.cat] for span in spans])
+        if (code == _COMMAND_CODE).any():  # what a command processor runs is what its name says: work of the device
+            code = code.copy()
+            for row in np.flatnonzero(code == _COMMAND_CODE).tolist():
+                code[row] = _CODE[cat.FROM_COMMAND.get(spans[row].name, cat.KERNEL)]
+        self._put(
+            "spans",
+            name=self._codes([span.name for span in spans]),
+            category=code,
+            start=start,
+            duration=duration,
+            place=self._places_of(spans),
+            offset=offsets.astype(np.int64),
+            length=np.minimum(lengths, 2**31 - 1).astype(np.int32),
+        )
+        for row in np.flatnonzero(code == _CODE[cat.OTHER]).tolist():
+            name = spans[row].cat or ""
+            self.unknown_categories[name] = self.unknown_categories.get(name, 0) + 1
+        args = [span.args or NO_ARGUMENTS for span in spans]
+
+        def rare(rows: Array) -> list[Any]:
+            """The arguments of these rows, the rare ones included, which are decoded again."""
+            arguments = []
+            at = zip(rows.tolist(), (offsets[rows] - part.base).tolist(), lengths[rows].tolist(), strict=True)
+            for row, begin, length in at:
+                whole, odd = all_arguments(args[row], part.text[begin : begin + length])
+                arguments.append(whole)
+                if odd:
+                    self._damage.note("odd-values", f"byte {begin + part.base} of the text")
+            return arguments
+
+        self._add_host_arguments(args, code)
+        described = (_GROUP_OF_CODE[code] == _OPS) | (code == _KERNEL_CODE)
+        rows = [row for row in np.flatnonzero(described).tolist() if args[row].collective is not None]
+        if rows:
+            whole = rare(np.array(rows))
+            columns = {key: self._text_codes(list(map(attrgetter(key), whole))) for key in COLLECTIVE_TEXTS}
+            for key in COLLECTIVE_RAWS:  # lists as JSON text
+                raws = map(attrgetter(key), whole)
+                columns[key] = to_array("i", [-1 if raw is RAW else self.texts[bytes(raw)] for raw in raws])
+            columns |= {key: numbers(list(map(attrgetter(key), whole))) for key in COLLECTIVE_NUMBERS}
+            self._put("collectives", row=self._row(np.array(rows)), **columns)
+        self._add_device_arguments(args, code, rare)
+        self.rows += len(spans)
+
+    def _row(self, rows: Array) -> Array:
+        return (rows + self.rows).astype(np.uint32)
+
+    def _add_host_arguments(self, args: list[Any], code: Array) -> None:
+        """What ops, Python frames and calls of the runtime or driver say of themselves."""
+        group = _GROUP_OF_CODE[code]
+        rows = np.flatnonzero(group == _OPS)
+        if rows.size:
+            of_ops = [args[row] for row in rows.tolist()]
+            self._put(
+                "ops",
+                row=self._row(rows),
+                external=_external(of_ops),
+                record_function=numbers([a.record_function_id for a in of_ops]),
+                sequence=numbers([a.sequence for a in of_ops]),
+                forward_thread=numbers([a.forward_thread for a in of_ops]),
+            )
+            shaped = [at for at, a in enumerate(of_ops) if a.shapes is not RAW or a.shapes_lower is not RAW]
+            if shaped:  # shapes, types, strides and values are looked up together
+                lists = self._lists
+                if len(lists) > _MOST_LISTS:
+                    lists.clear()
+                    lists.odd = None
+                keys = [
+                    b"\0".join((a.shapes_lower if a.shapes is RAW else a.shapes, a.types, a.strides, a.concrete))
+                    for a in map(of_ops.__getitem__, shaped)
+                ]
+                combinations = np.fromiter(map(lists.__getitem__, keys), dtype=np.int32, count=len(keys))
+                if lists.odd is not None and (count := int(np.isin(combinations, lists.odd).sum())):
+                    self._damage.note("odd-values", count=count)
+                codes = dict(zip(LISTS, lists.parts(combinations), strict=True))
+                self._put("tensors", row=self._row(rows[shaped]), **codes)
+        rows = np.flatnonzero(group == _FRAMES)
+        if rows.size:
+            of_frames = [args[row] for row in rows.tolist()]
+            self._put(
+                "frames",
+                row=self._row(rows),
+                python_id=numbers([a.python_id for a in of_frames]),
+                python_parent=numbers([a.python_parent for a in of_frames]),
+                module_id=numbers([a.module_id for a in of_frames]),
+            )
+        rows = np.flatnonzero(group == _CALLS)
+        if rows.size:
+            of_calls = [args[row] for row in rows.tolist()]
+            correlation = numbers([a.correlation for a in of_calls])
+            self._put("calls", row=self._row(rows), correlation=correlation, external=_external(of_calls))
+
+    def _add_device_arguments(self, args: list[Any], code: Array, rare: Callable[[Array], list[Any]]) -> None:
+        """What work of devices says of itself; `rare` gives all arguments of rows."""
+        rows = np.flatnonzero(_GROUP_OF_CODE[code] == _DEVICE)
+        if not rows.size:
+            return
+        of_device = [args[row] for row in rows.tolist()]
+        self._put(
+            "device",
+            row=self._row(rows),
+            correlation=numbers([a.correlation for a in of_device]),
+            external=_external(of_device),
+            device=numbers([a.device for a in of_device]),
+            stream=numbers([a.stream for a in of_device]),
+        )
+        # How kernels fill the device, for those where the writer recorded it.
+        rows = np.flatnonzero(code == _KERNEL_CODE)
+        of_kernels = [args[row] for row in rows.tolist()]
+        values = {name: list(map(attrgetter(name), of_kernels)) for name in FILLING}
+        present = [at for at, triple in enumerate(zip(*values.values(), strict=True)) if triple != (None, None, None)]
+        if present:
+            if len(present) < rows.size:
+                rows, values = rows[present], {name: [column[at] for at in present] for name, column in values.items()}
+            self._put("kernels", row=self._row(rows), **{name: to_floats(column) for name, column in values.items()})
+        rows = np.flatnonzero(np.isin(code, _COPY_CODES))
+        if rows.size:
+            copies = rare(rows)
+            texts = {
+                key: self._text_codes(list(map(attrgetter(key), copies))) for key in _COPY_TEXTS if key != "copy_kind"
+            }
+            texts["copy_kind"] = self._text_codes([a.direction if a.copy_kind is None else a.copy_kind for a in copies])
+            size = numbers([a.size if a.bytes == NULL else a.bytes for a in copies])
+            self._put("copies", row=self._row(rows), bytes=size, **texts)
+        rows = np.flatnonzero(np.isin(code, _SYNC_CODES))
+        if rows.size:
+            syncs = rare(rows)
+            self._put(
+                "syncs",
+                row=self._row(rows),
+                kind=self._text_codes([a.sync_kind for a in syncs]),
+                awaited_stream=numbers([a.awaited_stream for a in syncs]),
+                record_correlation=numbers([a.record_correlation for a in syncs]),
+                event_id=numbers([a.awaited_event if a.awaited_event != NULL else a.event_id for a in syncs]),
+            )
+
+    def _add_instants(self, entries: list[Any], *, exact: bool) -> None:
+        memory = [entry for entry in entries if entry.name == "[memory]" and entry.args is not None]
+        if memory:
+            start, _, _, _ = self._times(memory, exact=exact)
+            args = [entry.args for entry in memory]
+            columns = {key: numbers(list(map(attrgetter(key), args))) for key in ALLOCATION[1:]}
+            try:
+                columns["address"] = to_array("Q", [a.address for a in args])
+            except struct.error:
+                whole = [a.address if isinstance(a.address, int) else number(a.address) for a in args]
+                columns["address"] = to_array("Q", [value % 2**64 if value != NULL else 0 for value in whole])
+            self._put("allocations", start=start, place=self._places_of(memory), **columns)
+        marks = [entry for entry in entries if entry.name != "[memory]"]
+        if marks:
+            start, _, timed, _ = self._times(marks, exact=exact)
+            sizes = numbers([(entry.args or NO_ARGUMENTS).allocation_bytes for entry in marks])
+            self._put(
+                "marks",
+                start=np.where(timed, start, NULL),
+                name=self._codes([entry.name for entry in marks]),
+                place=self._places_of(marks),
+                bytes=sizes,
+            )
+
+    def _places_of(self, entries: list[Any]) -> Array:
+        # zip hands out one tuple again and again, which saves making one per entry.
+        pairs = zip([entry.pid for entry in entries], [entry.tid for entry in entries], strict=True)
+        return to_array("i", list(map(self.places.__getitem__, pairs)))
+
+    def _add_counters(self, entries: list[Any], rows: list[int], part: Slice) -> None:
+        """Counters have keys of any name, so their text is decoded again."""
+        start, _, timed, _ = self._times(entries, exact=part.exact)
+        names, keys, values, times, places = [], [], [], [], []
+        for at, row in enumerate(rows):
+            begin = int(part.offsets[row]) - part.base
+            try:
+                args = msgspec.json.decode(part.text[begin : begin + int(part.lengths[row])])["args"]
+            except (*MALFORMED, KeyError, TypeError):
+                continue
+            for key, value in args.items() if isinstance(args, dict) else ():
+                if isinstance(value, (int, float)) and timed[at] and abs(value) <= sys.float_info.max:
+                    names.append(entries[at].name)
+                    keys.append(key)
+                    values.append(float(value))
+                    times.append(int(start[at]))
+                    places.append(self.places[entries[at].pid, entries[at].tid])
+        self._put(
+            "counters",
+            start=np.array(times, dtype=np.int64),
+            name=self._codes(names),
+            key=self._codes(keys),
+            value=np.array(values, dtype=np.float64),
+            place=np.array(places, dtype=np.int32),
+        )
+
+
+def _is_list(text: bytes) -> bool:
+    """Whether it is JSON of a list; some writers put lists in quotes."""
+    if not text.startswith(b'"['):
+        return text.startswith(b"[")
+    try:
+        msgspec.json.decode(msgspec.json.decode(text, type=str), type=list)
+    except MALFORMED:
+        return False
+    return True
+
+
+def _external(args: list[Any]) -> Array:
+    values = [a.external_id if a.external_id != NULL else a.external_id_lower for a in args]
+    return numbers(values)
+
+
+def to_array(kind: str, values: Sequence[Any]) -> Array:
+    """An array of values of one kind, read-only; in half of the time that NumPy takes to look at each of them.
+
+    Args:
+        kind: As in `struct`.
+        values: Numbers.
+
+    Raises:
+        struct.error: A value is no number of that kind.
+    """
+    return np.frombuffer(struct.pack(f"{len(values)}{kind}", *values), dtype=kind)
+
+
+def numbers(values: Sequence[Any]) -> Array:
+    """int64 of numbers, numbers in quotes, and what is no number (NULL)."""
+    try:
+        return to_array("q", values)
+    except struct.error:
+        return to_array("q", [number(value) for value in values])
+
+
+def to_floats(values: Sequence[Any]) -> Array:
+    """Numbers of any kind as float64; NaN for what is not a finite number."""
+    try:
+        doubles = to_array("d", values)
+    except (struct.error, OverflowError):
+        reals = []
+        for value in values:
+            try:
+                reals.append(float(value))
+            except (TypeError, ValueError, OverflowError):  # noqa: PERF203  (few values are odd)
+                reals.append(np.nan)
+        doubles = to_array("d", reals)
+    return np.where(np.isfinite(doubles), doubles, np.nan)
+
+
+def number(value: Any) -> int:
+    """One value as int64, NULL where it is no number (of that size)."""
+    try:
+        whole = int(value)
+    except (TypeError, ValueError, OverflowError):
+        return NULL
+    return whole if -(2**63) < whole < 2**63 else NULL
+
+
+_LARGE = 4 << 20
+Step = Callable[[int, int], None]
+
+
+class Decoded(Struct):
+    """What a file holds, or a part of it.
+
+    Attributes:
+        columns: All entries of `traceEvents`; to be closed.
+        metadata: Top-level entries other than that.
+        damage: What was repaired or lost.
+        size: Bytes of text.
+        began: Byte of the text at which the part begins; None where it has no beginning.
+        left_at: Byte of the text at which it ends; None where it goes to the end.
+    """
+
+    columns: Columns
+    metadata: dict[str, Any]
+    damage: DamageLog
+    size: int
+    began: int | None
+    left_at: int | None
+
+
+def decode(
+    path: str | Path,
+    step: Step | None = None,
+    part: TextRange = WHOLE,
+    taken_over: Callable[[int], bool] = lambda _: True,
+) -> Decoded:
+    """Decode a file in this process; gzip or not, whole or damaged.
+
+    Args:
+        path: The file; `-` is standard input.
+        step: Called now and then with (bytes read from the file, bytes of text).
+        part: Which part of it.
+        taken_over: See `Document`.
+
+    Raises:
+        InputError: The file cannot be read or is no Kineto trace at all.
+    """
+    damage = DamageLog()
+    columns = Columns(damage)
+    # Until glibc has seen a large block freed, it hands memory back at once, and every slice faults its pages in again.
+    bytes(_LARGE)
+    try:
+        with open_input(path) as stream:
+            with contextlib.suppress(OSError):  # what is no file has no size
+                status = os.fstat(stream.fileno())
+                if stat.S_ISREG(status.st_mode) and status.st_size >= mapped_arrays.SPILL_BYTES:
+                    columns.spill = mapped_arrays.ColumnSpool()
+            document = Document(partial(text_pieces, stream, damage, step), damage, str(path), part, taken_over)
+            for chunk in document.slices():
+                columns.add(chunk)
+                if columns.spill is None and document.size >= mapped_arrays.SPILL_BYTES:
+                    columns.spill = mapped_arrays.ColumnSpool()
+    except BaseException:
+        columns.close()
+        raise
+    return Decoded(columns, document.metadata, damage, document.size, document.began, document.left_at)

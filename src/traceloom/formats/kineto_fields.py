@@ -1,0 +1,275 @@
+"""Fields and spellings of an entry; microseconds to nanoseconds.
+
+A double holds whole microseconds exactly up to 2^53, and tells nanoseconds apart up to 2^43 (8.8e12 µs, more than the
+quarter year that Kineto's `ts` spans since it has a base time). Unix microseconds with a fraction lie beyond; these are
+read as text.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from traceloom.trace.array_types import Bools, Floats, Ints
+
+NULL = -(2**63)  # stands for "absent" in integer columns
+RAW = msgspec.Raw()
+
+# name: (key in the file, type, default), in the usual order of the writers, which makes the decoder's search for keys
+# short. Every field costs each event something, so those of few events are decoded again for them alone.
+_NUMBER = ("number", NULL)
+_LIST = ("raw", RAW)
+_TEXT = ("text", None)
+_ANY = ("any", None)  # taken whatever it is, and not called odd
+ARGUMENTS: dict[str, tuple[str, tuple[str, Any]]] = {
+    "external_id": ("External id", _NUMBER),
+    "record_function_id": ("Record function id", _NUMBER),
+    "concrete": ("Concrete Inputs", _LIST),
+    "types": ("Input type", _LIST),
+    "strides": ("Input Strides", _LIST),
+    "shapes": ("Input Dims", _LIST),
+    "sequence": ("Sequence number", _NUMBER),
+    "forward_thread": ("Fwd thread id", _NUMBER),
+    "python_parent": ("Python parent id", _NUMBER),
+    "python_id": ("Python id", _NUMBER),
+    "module_id": ("Python module id", _NUMBER),
+    "device": ("device", _NUMBER),
+    "stream": ("stream", _NUMBER),
+    "correlation": ("correlation", _NUMBER),
+    "blocks_per_sm": ("blocks per SM", _ANY),
+    "warps_per_sm": ("warps per SM", _ANY),
+    "occupancy_percent": ("est. achieved occupancy %", _ANY),
+    "total_reserved": ("Total Reserved", _NUMBER),
+    "total_allocated": ("Total Allocated", _NUMBER),
+    "allocation_bytes": ("Bytes", _NUMBER),
+    "address": ("Addr", _NUMBER),
+    "device_id": ("Device Id", _NUMBER),
+    "device_type": ("Device Type", _NUMBER),
+    "external_id_lower": ("external id", _NUMBER),
+    "shapes_lower": ("Input dims", _LIST),
+    "collective": ("Collective name", _TEXT),
+    "name": ("name", _TEXT),
+}
+RARE: dict[str, tuple[str, tuple[str, Any]]] = {
+    "bytes": ("bytes", _NUMBER),
+    "in_elements": ("In msg nelems", _NUMBER),
+    "out_elements": ("Out msg nelems", _NUMBER),
+    "group_size": ("Group size", _NUMBER),
+    "element_type": ("dtype", _TEXT),
+    "in_splits": ("In split size", _LIST),
+    "out_splits": ("Out split size", _LIST),
+    "group": ("Process Group Name", _TEXT),
+    "group_description": ("Process Group Description", _TEXT),
+    "group_ranks": ("Process Group Ranks", _LIST),
+    "rank": ("Rank", _NUMBER),
+    "source_rank": ("Src Rank", _NUMBER),
+    "target_rank": ("Dst Rank", _NUMBER),
+    "root_rank": ("Root", _NUMBER),
+    "collective_sequence": ("Seq", _NUMBER),
+    "asynchronous": ("Is asynchronized op", _LIST),
+    "sync_kind": ("cuda_sync_kind", _TEXT),
+    "awaited_stream": ("wait_on_stream", _NUMBER),
+    "record_correlation": ("wait_on_cuda_event_record_corr_id", _NUMBER),
+    "awaited_event": ("wait_on_cuda_event_id", _NUMBER),
+    "event_id": ("event_id", _NUMBER),
+    "kind": ("kind", _TEXT),
+    "copy_kind": ("copy kind", _TEXT),
+    "source_kind": ("src kind", _TEXT),
+    "target_kind": ("dst kind", _TEXT),
+    "direction": ("direction", _TEXT),
+    "size": ("size", _NUMBER),
+}
+_ALL = ARGUMENTS | RARE
+_STRICT = {"number": int | str | float | None, "raw": msgspec.Raw, "text": str | int | float | bool | None, "any": Any}
+
+_EVENT: dict[str, tuple[Any, Any]] = {
+    "ph": (str, ""),
+    "cat": (str | None, ""),
+    "id": (int | str | float | None, None),
+    "name": (str, ""),
+    "pid": (int | str, ""),
+    "tid": (int | str, ""),
+}
+_NAN = float("nan")
+
+
+def _arguments(name: str, fields: dict[str, tuple[str, tuple[str, Any]]], strict: bool) -> Any:
+    spec = []
+    for field, (key, (kind, default)) in fields.items():
+        field_type = _STRICT[kind] if strict or kind == "raw" else Any
+        spec.append((field, field_type, msgspec.field(default=default, name=key)))
+    return msgspec.defstruct(name, spec, gc=False)
+
+
+def _entry(name: str, arguments: Any, time: Any, default: Any, strict: bool) -> Any:
+    spec: list[Any] = [(key, kind if strict else Any, value) for key, (kind, value) in _EVENT.items()]
+    spec += [("ts", time, default), ("dur", time, default), ("args", arguments if strict else Any, None)]
+    return msgspec.defstruct(name, spec, gc=False)
+
+
+Arguments = _arguments("Arguments", ARGUMENTS, strict=True)
+NO_ARGUMENTS = Arguments()
+_Loose = _arguments("LooseArguments", _ALL, strict=False)
+# Times as doubles: exact for whole microseconds, and for nanoseconds below 2^43 microseconds.
+Entry = _entry("Entry", Arguments | None, float, _NAN, strict=True)
+# Times as text: exact whatever they are.
+ExactEntry = _entry("ExactEntry", Arguments | None, msgspec.Raw, RAW, strict=True)
+# Any value anywhere; `tidy` makes it look like an ExactEntry.
+LooseEntry = _entry("LooseEntry", Any, msgspec.Raw, RAW, strict=False)
+
+FAST = msgspec.json.Decoder(list[Entry])  # type: ignore[valid-type]
+EXACT = msgspec.json.Decoder(list[ExactEntry])  # type: ignore[valid-type]
+_LOOSE = msgspec.json.Decoder(list[LooseEntry])  # type: ignore[valid-type]
+_WholeArguments = _arguments("WholeArguments", _ALL, strict=True)
+_NOTHING = _WholeArguments()
+_WHOLE: msgspec.json.Decoder[Any] = msgspec.json.Decoder(
+    msgspec.defstruct("WholeEntry", [("args", _WholeArguments)], gc=False)
+)
+
+_WITH_EXPONENT = re.compile(rb'"(?:[^"\\]|\\.)*"|-?\d+(?:\.\d+)?[eE][+-]?\d+')
+
+
+def all_arguments(args: Any, text: bytes) -> tuple[Any, bool]:
+    """The arguments of one event with the rare ones too, and whether a rare one was odd; `text` is the whole event."""
+    if isinstance(args, _Loose):
+        return args, False  # all of them, and told of already
+    if args is NO_ARGUMENTS:
+        return _NOTHING, False
+    try:
+        return _WHOLE.decode(text).args, False
+    except msgspec.ValidationError:
+        return decode_loosely(b"[" + text + b"]")[0][0].args, True
+
+
+def decode_loosely(text: bytes) -> tuple[list[Any], int]:
+    """A list of entries whatever the types of their values; gives them and how many had odd values.
+
+    Raises:
+        msgspec.DecodeError: The text is no JSON list of objects.
+    """
+    try:
+        entries = _LOOSE.decode(text)
+    except msgspec.ValidationError:
+        # A string stays, a number that no double holds becomes null of the same length: errors tell bytes of the text.
+        finite = _WITH_EXPONENT.sub(
+            lambda match: (
+                match[0]
+                if match[0].startswith(b'"') or math.isfinite(float(match[0]))
+                else b"null".ljust(len(match[0]))
+            ),
+            text,
+        )
+        entries = _LOOSE.decode(finite)
+    return entries, sum(_tidy(entry) for entry in entries)
+
+
+def _tidy(entry: Any) -> bool:
+    """Make an entry look like an ExactEntry; whether a value of it was odd."""
+    odd = False
+    for key, kinds in (("ph", str), ("cat", str), ("name", str), ("pid", (int, str)), ("tid", (int, str))):
+        value = getattr(entry, key)
+        if not isinstance(value, kinds):
+            odd |= value is not None
+            text = b"" if value is None else msgspec.json.encode(value)
+            setattr(entry, key, text.decode("utf-8", "replace"))
+    if not isinstance(entry.id, (int, str, float, type(None))):
+        odd, entry.id = True, None
+    args = entry.args
+    if args is None:
+        return odd
+    if not isinstance(args, dict):
+        entry.args = None
+        return True
+    values: dict[str, Any] = {}
+    for field, (key, (kind, _default)) in _ALL.items():
+        if key not in args:
+            continue
+        value = args[key]
+        if kind == "raw":
+            value = msgspec.Raw(msgspec.json.encode(value))
+        elif kind != "any" and not isinstance(value, (int, str, float, type(None))):
+            odd, value = True, None
+        values[field] = value
+    entry.args = _Loose(**values)
+    return odd
+
+
+# A time with an exponent, of which more than three digits are a fraction, or with a fraction behind 13 digits or more.
+_FINE = re.compile(rb'"(?:ts|dur)"\s*:\s*"?-?(?:\d+(?:(?:\.\d+)?[eE]|\.\d{4})|(\d{13,})\.\d*[1-9])')
+_MOST_NS = 2**62  # times beyond (146 years) are no times
+_MOST_US = _MOST_NS // 1000
+_MOST_DURATION_NS = 2**60  # 36 years; base time (see `metadata.base_ns`), start and duration add up to an int64
+_DIGITS = len(str(_MOST_US))
+_PLACES = 12  # digits behind the point that are looked at: a half of a nanosecond is told from what is just above
+_PARTS_OF_NS = 10 ** (_PLACES - 3)
+
+
+def needs_text(sample: bytes) -> bool:
+    """Whether doubles lose something: fractions of large numbers, or more than three digits after the point."""
+    return any(match[1] is None or int(match[1]) >= 2**43 for match in _FINE.finditer(sample, 0, 1 << 18))
+
+
+def from_doubles(start_us: Floats, duration_us: Floats) -> tuple[Ints, Ints, Bools, Bools]:
+    """Start and duration in ns, and which of each are usable (finite, within 146 and 36 years); others are 0."""
+    us = np.array((start_us, duration_us), dtype=np.float64)
+    with np.errstate(invalid="ignore", over="ignore"):
+        usable = np.abs(us) < np.array(((_MOST_NS / 1000,), (_MOST_DURATION_NS / 1000,)))
+    if not usable.all():
+        us[~usable] = 0.0
+    # Row 0 holds starts; row 1 durations first, ends then. Whole microseconds and fractions stay apart, to be exact.
+    whole = np.floor(us)
+    us -= whole
+    us[1] += us[0]
+    us *= 1000
+    ns = whole.astype(np.int64)
+    ns[1] += ns[0]
+    ns *= 1000
+    ns += np.rint(us, out=us).astype(np.int64)
+    ns[1] -= ns[0]
+    return ns[0], ns[1], usable[0], usable[1]
+
+
+def from_text(starts: list[Any], durations: list[Any]) -> tuple[Ints, Ints, Bools, Bools]:
+    """The same from JSON text: numbers, or numbers in quotes. End = round(start + duration), as in exact decimals."""
+    start_us, start_fraction, good = _split(starts, _MOST_US)
+    more_us, more_fraction, timed = _split(durations, _MOST_DURATION_NS // 1000)
+    start = start_us * 1000 + _rounded(start_fraction)
+    end = (start_us + more_us) * 1000 + _rounded(start_fraction + more_fraction)
+    return start, end - start, good, timed
+
+
+def _rounded(parts: Ints) -> Ints:
+    """Fractions of a microsecond to the nearest nanosecond, halves to the even one as Decimal does."""
+    floor = parts // _PARTS_OF_NS
+    rest = parts - floor * _PARTS_OF_NS
+    up = (rest > _PARTS_OF_NS // 2) | ((rest == _PARTS_OF_NS // 2) & (floor % 2 == 1))
+    rounded: Ints = floor + up
+    return rounded
+
+
+def _split(texts: list[Any], most_us: int) -> tuple[Ints, Ints, Bools]:
+    """Whole microseconds, the first digits behind the point (same sign), and which are numbers below the most."""
+    whole, fractions = [], []
+    for text in texts:
+        digits, _, fraction = bytes(text).partition(b".")
+        if digits.isdigit() and len(digits) <= _DIGITS and (fraction.isdigit() or not fraction):
+            whole.append(int(digits))
+            fractions.append(int(fraction.ljust(_PLACES, b"0")[:_PLACES]))
+        else:
+            # Exponents and other spellings, one by one.
+            try:
+                value = Decimal(bytes(text).strip(b'" ').decode("ascii", "replace"))
+            except InvalidOperation:
+                value = Decimal(most_us)
+            usable = value.is_finite() and abs(value) < most_us
+            whole.append(int(value) if usable else most_us)
+            fractions.append(int((value - int(value)) * 10**_PLACES) if usable else 0)
+    us, parts = np.array(whole, dtype=np.int64), np.array(fractions, dtype=np.int64)
+    good = us < most_us
+    us[~good] = parts[~good] = 0
+    return us, parts, good

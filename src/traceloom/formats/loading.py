@@ -1,0 +1,489 @@
+"""Files -> traces -> sessions: cache, pool, progress.
+
+It is started by `traceloom.formats.loading`, with nothing on its import path that the current directory could decide.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from traceloom.errors import InputError, TraceloomError, UsageError
+from traceloom.formats.alignment import add_graph_step_shapes
+from traceloom.formats.inputs import (
+    FileHead,
+    InputFile,
+    InputSet,
+    filter_by_job,
+    find,
+    group,
+    job_of,
+    name_runs,
+    source_of,
+)
+from traceloom.formats.sidecars import read_allocations, read_stacks, read_telemetry
+from traceloom.system import units
+from traceloom.system.files import is_address, note_input, restore_addresses
+from traceloom.system.process import block_signals
+from traceloom.system.processes import ProcessPool, cores, shared_folder, workers
+from traceloom.trace import storage
+from traceloom.trace.cache import Cache, FileStamp
+from traceloom.trace.notice import Notice
+from traceloom.trace.session import Session
+from traceloom.trace.storage import MappedFiles
+from traceloom.trace.trace import Trace
+
+_EVERY_BYTES = 1 << 21  # how often to say how far it is
+
+
+def main() -> None:
+    """Read one file after the other, until there are no more."""
+    for line in sys.stdin:
+        _read(json.loads(line))
+
+
+def _read(job: dict[str, Any]) -> None:
+    reported = 0
+
+    def step(read: int, _text: int) -> None:
+        nonlocal reported
+        if read - reported >= _EVERY_BYTES:
+            reported = read
+            _say({"read": read})
+
+    try:
+        trace = source_of(job["path"]).read(job["path"], capture=job["capture"], step=step, processes=job["processes"])
+    except InputError as error:
+        _say({"refused": error.to_dict()})
+        return
+    storage.save(trace, Path(job["folder"]), kept=False)
+    _say({"done": True})
+
+
+def _say(line: dict[str, Any]) -> None:
+    try:
+        sys.stdout.write(json.dumps(line) + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:  # who has started it is gone
+        os._exit(1)
+
+
+_WORTH_BYTES = 40 << 20  # of text in all: below, starting processes costs more than it saves
+_EXPANSION = 16  # of gzip, roughly
+
+
+class ReadProgress(Struct, frozen=True):
+    """How far the reading is.
+
+    Attributes:
+        done_bytes: Of the files on disk, read so far.
+        total_bytes: Of all files.
+        files_done: Whole files.
+        files: All files.
+        name: The file that moved last.
+    """
+
+    done_bytes: int
+    total_bytes: int
+    files_done: int
+    files: int
+    name: str
+
+
+Report = Callable[[ReadProgress], None]
+
+
+class _ProgressCounter:
+    """Adds up what the readers of several files say."""
+
+    def __init__(self, inputs: list[InputFile], report: Report | None) -> None:
+        self._sizes = [_size(source) for source in inputs]
+        self._read = [0] * len(inputs)
+        self._done = [False] * len(inputs)
+        self._names = [str(source.path) for source in inputs]
+        self._report = report
+
+    def moved(self, number: int, read: int) -> None:
+        """A file has been read up to here."""
+        self._read[number] = min(read, self._sizes[number] or read)
+        self.tell(number)
+
+    def finished(self, number: int) -> None:
+        """A file is done."""
+        self._read[number], self._done[number] = self._sizes[number], True
+        self.tell(number)
+
+    def tell(self, number: int) -> None:
+        if self._report:
+            progress = ReadProgress(
+                sum(self._read), sum(self._sizes), sum(self._done), len(self._sizes), self._names[number]
+            )
+            self._report(progress)
+
+
+def _size(source: InputFile) -> int:
+    try:
+        return source.path.stat().st_size if str(source.path) != "-" else 0
+    except OSError:
+        return 0
+
+
+def read_all(inputs: list[InputFile], *, cache: Cache | None, report: Report | None = None) -> list[Trace | InputError]:
+    """Read every file; for a refused one, its error is in its place.
+
+    Args:
+        inputs: The files.
+        cache: Looked into first and filled; None leaves it alone.
+        report: Called with the progress of the reading.
+    """
+    meter, column_files = _ProgressCounter(inputs, report), MappedFiles()
+    out: list[Trace | InputError | None] = [None] * len(inputs)
+    entries = [
+        cache.entry(source.path, source.entry) if cache and str(source.path) != "-" else None for source in inputs
+    ]
+    missing = []
+    for number, entry in enumerate(entries):
+        cached = entry.get(storage.load_trace) if entry else None
+        if cached is None:
+            missing.append(number)
+        else:
+            # the same content may have been read under another name
+            cached = replace(cached, meta=replace(cached.meta, path=str(inputs[number].path)))
+            out[number] = column_files.kept(cached)
+            meter.finished(number)
+    seen = [_stamp(inputs[number]) for number in missing]
+    text_bytes = sum(_size(inputs[at]) * (_EXPANSION if inputs[at].path.name.endswith(".gz") else 1) for at in missing)
+    at_once = min(cores(), len(missing))
+    if at_once > 1 and text_bytes > _WORTH_BYTES:
+        _read_in_processes(inputs, missing, out, meter, column_files, at_once=at_once)
+    else:
+        for number in missing:
+            source = inputs[number]
+
+            def step(read: int, _text: int, number: int = number) -> None:
+                meter.moved(number, read)
+
+            try:
+                trace = source_of(source.path).read(source.path, capture=source.entry, step=step, processes=None)
+            except InputError as error:
+                out[number] = error
+                continue
+            meter.finished(number)
+            out[number] = column_files.kept(trace)
+    for number, before in zip(missing, seen, strict=True):
+        made, entry = out[number], entries[number]
+        if not isinstance(made, Trace):
+            continue
+        if entry:
+            entry.put(partial(storage.save, made))
+        notices, where = list(made.notices), made.meta.path
+        if _stamp(inputs[number]) != before:
+            text = (
+                "the file changed while it was read: this may be a mixture of what it was and what it is; read it again"
+            )
+            notices.append(Notice("changed-while-read", "warning", text, where=where))
+        if entry and entry.damaged:
+            text = "what the cache had of this file was damaged; it was thrown away, and the file has been read again"
+            notices.append(Notice("damaged-cache", "info", text, where=where))
+        if len(notices) > len(made.notices):
+            out[number] = replace(made, notices=tuple(notices))
+    if cache and missing:
+        cache.prune()
+
+    def read(path: Path, entry: dict[str, Any]) -> Trace | InputError:
+        return read_all([InputFile(path, given=False, entry=entry)], cache=cache)[0]
+
+    return [
+        add_graph_step_shapes(trace, source.capture, read) if isinstance(trace, Trace) else trace
+        for source, trace in zip(inputs, out, strict=True)
+        if trace is not None
+    ]
+
+
+def _stamp(source: InputFile) -> tuple[int, ...] | None:
+    """The file's stamp, which changes when it does; None if it is no file."""
+    try:
+        return FileStamp.now(source.path).stamp
+    except OSError:
+        return None
+
+
+def _read_in_processes(
+    inputs: list[InputFile],
+    missing: list[int],
+    out: list[Trace | InputError | None],
+    meter: _ProgressCounter,
+    column_files: MappedFiles,
+    *,
+    at_once: int,
+) -> None:
+    """Read in processes of their own: fresh interpreters, so that no script of the user's is run again."""
+    with (
+        shared_folder() as folder,
+        workers("traceloom.formats.loading") as readers,
+        ThreadPoolExecutor(at_once, thread_name_prefix="traceloom-rank", initializer=block_signals) as pool,
+    ):
+        try:
+            largest = sorted(missing, key=lambda at: -_size(inputs[at]))
+            each = partial(
+                _in_process,
+                readers=readers,
+                meter=meter,
+                column_files=column_files,
+                processes=cores() // at_once,
+            )
+            jobs = {at: pool.submit(each, inputs[at], at, folder / str(at)) for at in largest}
+            for number, job in jobs.items():
+                out[number] = job.result()
+        except BaseException:
+            readers.stop()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _in_process(
+    source: InputFile,
+    number: int,
+    folder: Path,
+    *,
+    readers: ProcessPool,
+    meter: _ProgressCounter,
+    column_files: MappedFiles,
+    processes: int,
+) -> Trace | InputError:
+    folder.mkdir()
+    job = {
+        "path": str(source.path),
+        "capture": source.entry,
+        "folder": str(folder),
+        "processes": processes,
+    }
+    with readers.idle() as process:
+        process.send(job)
+        for answer in process.answers():
+            if "read" in answer:
+                meter.moved(number, answer["read"])
+            elif "refused" in answer:
+                return InputError(**answer["refused"])
+            else:
+                break
+        else:
+            code = process.ended()
+            raise TraceloomError(
+                f"the process that read the file ended with code {code}",
+                slug="reader-died",
+                where=str(source.path),
+                hint="it may have run out of memory; read fewer ranks at a time" if code < 0 else "please report it",
+            )
+    trace = column_files.kept(storage.load_trace(folder, kept=False))
+    shutil.rmtree(folder, ignore_errors=True)
+    meter.finished(number)
+    return trace
+
+
+AnyPath = str | os.PathLike[str]
+# Kinds of files that lie beside traces in a directory and are no fault there.
+_BESIDE = ("not-a-trace", "empty-file")
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What the inputs gave.
+
+    Attributes:
+        runs: One session per run, at least one.
+        refused: One notice (`refused-input`) per file that could not be used; the CLI exits with 4 then.
+    """
+
+    runs: tuple[Session, ...]
+    refused: tuple[Notice, ...] = ()
+
+
+def load(*paths: AnyPath, cache: bool = True, progress: Report | None = None) -> Session:
+    """Load the traces of one run.
+
+    Args:
+        paths: Files, directories (also TensorBoard's log directories and captures), addresses (`s3://`, `gs://`,
+            `http://`, `https://`), `-` for standard input.
+        cache: Look into the cache of read traces, and fill it.
+        progress: Called with a `ReadProgress` as the reading goes on.
+
+    Returns:
+        The session; files that were refused beside good ones are notices of it (`refused-input`).
+
+    Raises:
+        UsageError: `several-runs`: the inputs hold more than one run; `no-inputs`: nothing was given.
+        InputError: Nothing that was given is a trace.
+
+    Example:
+        >>> import traceloom
+        >>> session = traceloom.load("captures/run1")  # doctest: +SKIP
+    """
+    discovered, runs, labels, refused = _plan(fetch_remote(paths, cache=cache))
+    if len(runs) > 1:
+        shown = "; ".join(
+            f"{label} ({units.count_of(len(run), 'file')})" for label, run in list(zip(labels, runs, strict=True))[:6]
+        )
+        folders = {source.capture for source in runs[0]}
+        folder = folders.pop() if len(folders) == 1 else None
+        of_first = [str(folder)] if folder is not None else [str(source.path) for source in runs[0][:8]]
+        raise UsageError(
+            f"the inputs hold {len(runs)} runs, expected one: {shown}{'; ...' if len(runs) > 6 else ''}",
+            slug="several-runs",
+            where=", ".join(str(path) for path in paths[:3]),
+            hint=f"give the files of one run, as in: traceloom report {shlex.join(of_first)}",
+        )
+    loaded = _loaded(discovered, runs, labels, refused, cache=cache, progress=progress)
+    return loaded.runs[0]
+
+
+def fetch_remote(paths: tuple[AnyPath, ...], *, cache: bool) -> tuple[AnyPath, ...]:
+    """The paths, with local copies of what lies elsewhere."""
+    if not any(map(is_address, paths)):
+        return paths
+    from traceloom.system.remote import local
+
+    return local(paths, cache=cache)
+
+
+def load_runs(*paths: AnyPath, cache: bool = True, progress: Report | None = None) -> list[Session]:
+    """Load every run that the inputs hold; see `load`."""
+    return list(load_inputs(*paths, cache=cache, progress=progress).runs)
+
+
+def load_inputs(
+    *paths: AnyPath,
+    cache: bool = True,
+    progress: Report | None = None,
+    ranks: tuple[int, ...] | None = None,
+    most: int | None = None,
+) -> Loaded:
+    """Load every run that the inputs hold, and say which files were refused; see `load`.
+
+    With `ranks`, files that say from the beginning that they are of another rank are not read. `most` is how many files
+    are read at most.
+
+    Raises:
+        UsageError: `too-many-files`: there are more than `most`.
+    """
+    paths = fetch_remote(paths, cache=cache)
+    discovered, runs, labels, refused = _plan(paths, ranks, most)
+    _check_number([source for run in runs for source in run], most)
+    loaded = _loaded(discovered, runs, labels, refused, cache=cache, progress=progress)
+    loaded_ranks = {rank for session in loaded.runs for rank in session.ranks}
+    # What a file says at its beginning may be corrected at its end.
+    if ranks is None or loaded_ranks >= set(ranks):
+        return loaded
+    return load_inputs(*paths, cache=cache, progress=progress, most=most)
+
+
+def _check_number(inputs: list[InputFile], most: int | None) -> None:
+    if most is not None and len(inputs) > most:
+        raise UsageError(
+            f"the inputs hold {len(inputs):,} traces; at most {most:,} are read together",
+            slug="too-many-files",
+            where=str(inputs[0].path.parent),
+            hint="choose some ranks, as with --rank 0,1,2,3, or give fewer files",
+        )
+
+
+def _plan(
+    paths: tuple[AnyPath, ...], ranks: tuple[int, ...] | None = None, most: int | None = None
+) -> tuple[InputSet, list[list[InputFile]], list[str], list[InputError]]:
+    """The files of each run (of these ranks, where given), and what was refused."""
+    if not paths:
+        raise UsageError("expected at least one file or directory, got none", slug="no-inputs")
+    path_texts = tuple(os.fspath(path) for path in paths)
+    discovered = find(path_texts)
+    if len(discovered.inputs) == 1:
+        note_input(discovered.inputs[0].path)
+        return discovered, [discovered.inputs], [path_texts[0]], []
+    if any(str(source.path) == "-" for source in discovered.inputs):
+        raise UsageError("standard input (`-`) can only be read alone", slug="stdin-among-files")
+    if ranks is None:
+        _check_number(discovered.inputs, most)  # at once: even their beginnings take a while
+    peeks: list[FileHead] = []
+    refused: list[InputError] = []
+    for source in discovered.inputs:
+        try:
+            peeks.append(source_of(source.path).peek(source))
+        except InputError as error:
+            if not source.given and source.capture is None and error.slug in _BESIDE:
+                continue
+            refused.append(error)
+        note_input(source.path)
+    if not peeks:
+        raise (
+            refused[0]
+            if refused
+            else InputError(
+                "the directory holds no Kineto trace among its .json files",
+                slug="no-traces",
+                where=", ".join(path_texts),
+            )
+        )
+    runs = group(peeks)
+    chosen = runs
+    if ranks is not None:  # all files of a run where none may be of these ranks
+        chosen = [[peek for peek in run if peek.rank is None or peek.rank in ranks] or run for run in runs]
+    return discovered, [[peek.source for peek in run] for run in chosen], name_runs(runs, path_texts), refused
+
+
+def _loaded(
+    discovered: InputSet,
+    runs: list[list[InputFile]],
+    labels: list[str],
+    refused: list[InputError],
+    *,
+    cache: bool,
+    progress: Report | None,
+) -> Loaded:
+    every = [source for run in runs for source in run]
+    results = read_all(every, cache=Cache() if cache else None, report=progress)
+    sessions: list[Session] = []
+    refused = list(refused)
+    at = 0
+    for run, label in zip(runs, labels, strict=True):
+        run_results = results[at : at + len(run)]
+        at += len(run)
+        refused += [result for result in run_results if isinstance(result, InputError)]
+        traces = [result for result in run_results if isinstance(result, Trace)]
+        if not traces:
+            continue
+        traces.sort(key=lambda trace: (trace.rank is None, trace.rank or 0, trace.start_ns))
+        notices: list[Notice] = []
+        # The same rank at disjoint times is a rank with several windows; at overlapping times it cannot be.
+        for earlier, later in pairwise(traces):
+            if earlier.rank is not None and earlier.rank == later.rank and later.start_ns < earlier.end_ns:
+                both = f"{earlier.meta.path} and {later.meta.path}"
+                text = f"two files claim rank {earlier.rank} at the same time: {both}; both are kept"
+                notices.append(Notice("duplicate-rank", "warning", text, rank=earlier.rank, where=later.meta.path))
+        document = next((discovered.captures[source.capture] for source in run if source.capture is not None), None)
+        jobs = {job_of(source.entry) for source in run if source.entry is not None}
+        capture = None if document is None else filter_by_job(document, jobs)
+        for folder in dict.fromkeys(source.capture for source in run if source.capture is not None):
+            notices += discovered.notices.get(folder, [])
+        samples, of_samples = read_stacks(traces)
+        telemetry, of_telemetry = read_telemetry(traces)
+        allocations, of_allocations = read_allocations(traces)
+        notices += of_samples + of_telemetry + of_allocations
+        session = Session(tuple(traces), restore_addresses(label), capture, tuple(notices))
+        sessions.append(replace(session, samples=samples, telemetry=telemetry, allocations=allocations))
+    if not sessions:
+        raise refused[0]
+    refusals = tuple(Notice("refused-input", "error", f"refused: {error}", where=error.where) for error in refused)
+    if refusals:
+        sessions[0] = replace(sessions[0], notices=sessions[0].notices + refusals)
+    return Loaded(tuple(sessions), refusals)

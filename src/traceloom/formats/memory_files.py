@@ -1,0 +1,327 @@
+"""Files about memory: timeline, recorded allocations, out-of-memory reports.
+
+Two kinds are written by `torch.profiler.profile.export_memory_timeline`: `*.raw.json.gz`, a row `[time, action, bytes,
+category]` per event, where the time in ns is -1 for what was there before; and `*.json`, a pair of times (microseconds)
+and levels by category.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import polars as pl
+
+from traceloom.errors import InputError, other_version, unreadable
+from traceloom.formats.inputs import head_of
+from traceloom.system.files import read_small
+from traceloom.system.gzip_stream import GzipStream, open_file
+from traceloom.trace.array_types import Ints
+from traceloom.trace.notice import Notice
+from traceloom.trace.session import BLOCKS, ENTRIES, SEGMENTS, Frame, Snapshot
+from traceloom.trace.trace import Trace
+
+FORMAT = "traceloom-allocations"
+_VERSION = 1
+_MOST_BYTES = 1 << 30  # of text
+_LARGEST = 1 << 62
+_MOST_FRAMES = 512
+_MOST_NAME = 1000
+
+
+class _Document(msgspec.Struct):
+    """The file. Of an event: time in ns, thread, address, signed bytes, device, stack (-1: none), and two totals.
+
+    Of a frame: function, file, line; line 0 is a native function, whose file is its library.
+    """
+
+    format: str
+    version: int
+    pid: int
+    rank: int | None
+    frames: list[tuple[str, str, int]]
+    stacks: list[list[int]]
+    events: list[tuple[int, int, int, int, str, int, int | None, int | None]]
+    lost: int
+    without_stack: int
+    without_python: str | None
+
+
+class _AllocationsFile(GzipStream):
+    """The unpacked bytes of a file of allocations."""
+
+    MOST_EXPANSION = 200
+    BOMB_BYTES = 1 << 24
+
+
+def read_allocations(path: str | Path) -> tuple[int | None, list[Snapshot]]:
+    """Read a file of allocations.
+
+    Returns:
+        The rank, and one snapshot for each type of device. Memory that the process got from a device's driver stands as
+        segments where the allocator's blocks in it are known, else as blocks of device 0.
+
+    Raises:
+        InputError: `unreadable`, `gzip-bomb`, `other-version`; `damaged-allocations`: cut, or not as it should be.
+    """
+    document = _document(path)
+    frames: list[Frame] = [
+        (file[:_MOST_NAME] if line else "", line, name[:_MOST_NAME] or "?") for name, file, line in document.frames
+    ]
+    stacks = ((), *(tuple(frames[row] for row in stack) for stack in document.stacks))
+    allocator = {device.partition(":")[0] for _, _, _, _, device, *_ in document.events if ":" in device}
+    columns: dict[str, list[tuple[int, str, int, int, int, int]]] = {}
+    for time_ns, _, address, size, device, stack, _, _ in document.events:
+        kind, colon, number = device.partition(":")
+        action = "alloc" if size > 0 else "free_completed"
+        if not colon and kind in allocator:
+            action = "segment_alloc" if size > 0 else "segment_free"
+        row = (int(number or 0), action, address, abs(size), time_ns // 1000, stack + 1)
+        columns.setdefault(kind, []).append(row)
+    notices = []
+    if document.lost:
+        text = f"{document.lost:,} allocations and frees came too quickly to be recorded: blocks may seem to be unfreed"
+        notices.append(Notice("lost-allocations", "warning", text, count=document.lost))
+    if document.without_stack:
+        text = f"{document.without_stack:,} allocations came too quickly for their stacks to be taken: they have none"
+        notices.append(Notice("sampled-stacks", "info", text, count=document.without_stack))
+    if document.without_python is not None:
+        text = f"stacks have no lines of Python: {document.without_python[:_MOST_NAME]}"
+        notices.append(Notice("no-python-lines", "info", text))
+    return document.rank, [
+        Snapshot(
+            str(path), pl.DataFrame(rows, schema=ENTRIES, orient="row"), pl.DataFrame(schema=SEGMENTS),
+            pl.DataFrame(schema=BLOCKS), stacks, tuple(notices), kind,
+        )
+        for kind, rows in columns.items()
+    ]  # fmt: skip
+
+
+def _document(path: str | Path) -> _Document:
+    with open_file(path) as stream:
+        file = _AllocationsFile(stream)
+        text = file.whole(_MOST_BYTES, "file", path)
+    if file.damage:
+        raise _damaged(path, "its gzip is cut or damaged")
+    try:
+        document = msgspec.json.decode(text, type=_Document)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise _damaged(path, str(error)[:200]) from error
+    if document.format != FORMAT:
+        raise _damaged(path, f"its format is not `{FORMAT}`")
+    if document.version != _VERSION:
+        raise other_version("file of allocations", document.version, _VERSION, path)
+    frames, stacks = range(len(document.frames)), range(-1, len(document.stacks))
+    if any(not 0 <= line < 1 << 31 for _, _, line in document.frames):
+        raise _damaged(path, "a frame has a line that is none")
+    if any(len(stack) > _MOST_FRAMES or any(frame not in frames for frame in stack) for stack in document.stacks):
+        raise _damaged(path, "a stack has frames that are not there")
+    total = 0
+    for time_ns, _, address, size, device, stack, _, _ in document.events:
+        total += abs(size)
+        number = device.partition(":")[2]
+        right = 0 <= time_ns < _LARGEST and 0 <= address < _LARGEST and size != 0 and stack in stacks
+        if not right or total >= _LARGEST or not (number == "" or (number.isascii() and number.isdigit())):
+            raise _damaged(path, "an event is none")
+        if len(device) > 40 or int(number or 0) >= 1 << 31:
+            raise _damaged(path, "a device is none")
+    return document
+
+
+def _damaged(path: str | Path, why: str) -> InputError:
+    return InputError(f"the allocations cannot be read: {why}", slug="damaged-allocations", where=str(path))
+
+
+SNAPSHOT, TIMELINE, OUT_OF_MEMORY, ALLOCATIONS = "snapshot", "timeline", "out of memory", "allocations"
+OOM_FORMAT = "traceloom-out-of-memory"
+MOST_OOM_BYTES = 1 << 26
+_ROWS = re.compile(rb"\[\s*\[\s*-?\d+\s*,\s*-?\d+")
+_STEM = re.compile(r"(rank\d+(?:-pid\d+)?|pid\d+)")
+
+
+def detect_kind(path: Path) -> str | None:
+    """`SNAPSHOT`, `TIMELINE`, `OUT_OF_MEMORY` or `ALLOCATIONS`; None for anything else (a trace, no file)."""
+    head = head_of(path)
+    if head is None:
+        return None
+    if head.startswith(b"\x80"):
+        return SNAPSHOT
+    if _ROWS.match(head.lstrip()):
+        return TIMELINE
+    if head.lstrip().startswith(b"{") and OOM_FORMAT.encode() in head[:200]:
+        return OUT_OF_MEMORY
+    if head.lstrip().startswith(b"{") and FORMAT.encode() in head[:200]:
+        return ALLOCATIONS
+    return None
+
+
+def read_out_of_memory(path: Path) -> dict[str, Any]:
+    """The document that a run leaves when memory runs out.
+
+    Raises:
+        InputError: `unreadable`; `damaged-memory-report`: it is cut, too large, or something else;
+            `other-version`.
+    """
+    try:
+        text = read_small(path, MOST_OOM_BYTES)
+    except OSError as error:
+        if error.errno == errno.EFBIG:
+            raise _damaged_report(path, f"it has more than {MOST_OOM_BYTES // 10**6} MB") from error
+        raise unreadable(path, error) from error
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _damaged_report(path, "it is cut, or no JSON") from error
+    if not isinstance(document, dict) or document.get("format") != OOM_FORMAT:
+        raise _damaged_report(path, f"its format is not `{OOM_FORMAT}`")
+    version = document.get("version")
+    if version != 1:
+        raise other_version("report on memory", version, 1, path)
+    return document
+
+
+def _damaged_report(path: Path, why: str) -> InputError:
+    return InputError(f"the report on memory cannot be read: {why}", slug="damaged-memory-report", where=str(path))
+
+
+def whole(value: Any) -> int | None:
+    """An integer that a column can hold; None for anything else."""
+    return value if type(value) is int and abs(value) < 1 << 62 else None
+
+
+def rank_of(path: Path) -> int | None:
+    """The rank in a file's name, as the recorder writes it."""
+    match = re.match(r"rank(\d+)", path.name)
+    return int(match[1]) if match else None
+
+
+def find_sidecar(trace: Trace, ending: str) -> Path | None:
+    """The file of the same process with this ending (`.memory.pickle`, `.oom.json`) in the trace's capture."""
+    entry = trace.meta.capture
+    if entry is None or trace.meta.path in ("", "-"):
+        return None
+    trace_path = Path(trace.meta.path)
+    name = entry.get("name")
+    stem = name if isinstance(name, str) and _STEM.fullmatch(name) else None
+    if stem is None:
+        match = _STEM.match(trace_path.name)
+        stem = match[1] if match else None
+    path = trace_path.parent / f"{stem}{ending}" if stem else None
+    return path if path is not None and path.is_file() else None
+
+
+CATEGORIES = (
+    "parameter", "optimizer_state", "input", "temporary", "activation", "gradient", "autograd_detail", "unknown",
+)  # fmt: skip
+ACTIONS = {1: "preexisting", 2: "create", 3: "increment_version", 4: "destroy"}
+PREEXISTING, CREATE, INCREMENT_VERSION, DESTROY = ACTIONS
+MOST_BYTES = 1 << 30  # of text
+
+
+@dataclass(frozen=True)
+class MemoryTimeline:
+    """Levels of memory by category; not which block they are.
+
+    Attributes:
+        path: The file.
+        raw: Whether the file tells single events.
+        time_ns: Unix time of each row, never decreasing; shape (rows,). What was there before has the time of the first
+            event after it.
+        levels: Bytes of each category (`CATEGORIES`) after each row, shape (8, rows).
+        created: How many allocations were told; 0 where the file tells levels alone.
+        destroyed: How many frees.
+        before: Rows about what was there before, at the start.
+    """
+
+    path: str
+    raw: bool
+    time_ns: Ints
+    levels: Ints
+    created: int
+    destroyed: int
+    before: int
+
+
+class _TimelineFile(GzipStream):
+    """The unpacked bytes of a timeline."""
+
+    MOST_EXPANSION = 100  # numbers in text become ten times smaller
+    BOMB_BYTES = 1 << 24
+
+
+def read_timeline(path: str | Path) -> MemoryTimeline:
+    """Read either kind, plain or gzip.
+
+    Raises:
+        InputError: `unreadable`, `gzip-bomb`; `not-a-memory-timeline`: cut, no JSON, or other rows.
+    """
+    with open_file(path) as stream:
+        file = _TimelineFile(stream)
+        text = file.whole(MOST_BYTES, "timeline", path)
+    if file.damage:
+        raise _bad(path, "its gzip is cut or damaged")
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _bad(path, "it is cut, or no JSON") from error
+    return timeline_of(document, str(path))
+
+
+def timeline_of(document: Any, path: str) -> MemoryTimeline:
+    """The timeline in a JSON document; see `read_timeline`."""
+    if not isinstance(document, list) or not document:
+        raise _bad(path, "it holds no list of rows")
+    if len(document) == 2 and all(isinstance(part, list) and part for part in document) and _are_rows(document[1], 9):
+        times, sizes = document
+        if len(times) != len(sizes) or not _are_rows([times], len(times)):
+            raise _bad(path, "it has other numbers of times and of levels")
+        if max(abs(value) for value in times) > _LARGEST // 1000:
+            raise _bad(path, "its times are no microseconds")
+        time = np.array(times, dtype=np.int64) * 1000
+        levels = np.array(sizes, dtype=np.int64).T[1:]
+        order = np.argsort(time, kind="stable")
+        return MemoryTimeline(path, False, time[order], levels[:, order], 0, 0, 0)
+    if not _are_rows(document, 4):
+        raise _bad(path, "expected rows of [time, action, bytes, category]")
+    rows = np.array(document, dtype=np.int64)
+    time, action, size, category = rows.T
+    if (category < 0).any() or (category >= len(CATEGORIES)).any():
+        raise _bad(path, f"categories are numbered 0 to {len(CATEGORIES) - 1}, found {int(category.max())}")
+    if not np.isin(action, list(ACTIONS)).all():
+        raise _bad(path, "actions are numbered 1 to 4")
+    if np.abs(size.astype(np.float64)).sum() >= _LARGEST:
+        raise _bad(path, "its sizes are larger than any memory")
+    change = np.zeros((len(CATEGORIES), rows.shape[0]), dtype=np.int64)
+    early = time < 0
+    order = np.argsort(np.where(early, -1, time), kind="stable")
+    change[category[order], np.arange(order.size)] = size[order]
+    first = int(time[~early].min()) if (~early).any() else 0
+    return MemoryTimeline(
+        path, True, np.where(early, first, time)[order], np.cumsum(change, axis=1),
+        int((action == CREATE).sum()), int((action == DESTROY).sum()), int(early.sum()),
+    )  # fmt: skip
+
+
+def _are_rows(rows: Any, width: int) -> bool:
+    """Whether these are lists of so many integers."""
+    return isinstance(rows, list) and all(
+        isinstance(row, list)
+        and len(row) == width
+        and all(type(value) is int and -_LARGEST < value < _LARGEST for value in row)
+        for row in rows
+    )
+
+
+def _bad(path: str | Path, why: str) -> InputError:
+    return InputError(
+        f"the memory timeline cannot be read: {why}",
+        slug="not-a-memory-timeline",
+        where=str(path),
+        hint="write it with profiler.export_memory_timeline(path) as .raw.json.gz or .json",
+    )

@@ -1,0 +1,178 @@
+"""Malformed stretches of `traceEvents`: every whole event is kept, what can be mended is, the rest is counted."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from traceloom.formats.kineto_fields import decode_loosely
+from traceloom.formats.resync import MALFORMED, EntryFormat, Recovery, Span
+
+_KEYS = ("ph", "name", "cat", "args", "pid", "tid", "ts", "dur", "id", "s", "bp")
+_KEY = b"|".join(key.encode() for key in _KEYS)
+# Between two events; the lookahead keeps most nested lists of objects out. What is cut wrongly is joined again. At the
+# end of a cut text the key may be cut too.
+BETWEEN = re.compile(rb'\}\s*,\s*(?=\{\s*(?:"(?:' + _KEY + rb')"\s*:|(?:"(?:[a-z]{0,4}"?)?)?\s*\Z))')
+EVENTS = EntryFormat(
+    between=BETWEEN,
+    start=re.compile(rb'\{\s*"ph"\s*:'),
+    mark=re.compile(rb'"ph"\s*:'),
+    keys=frozenset(_KEYS),
+    is_entry=lambda value: "ph" in value and ("ts" in value or value["ph"] == "M"),
+)
+
+_LONE_SURROGATE = re.compile(rb"\\ud[89a-f][0-9a-f]{2}")
+_ESCAPED = re.compile(rb"\\.", re.DOTALL)
+# Good escapes are matched too, so that the second half of `\\` is not taken for the beginning of another.
+_BACKSLASH = re.compile(r'\\(?P<good>["\\/bfnrt]|u[0-9a-fA-F]{4})?')
+_NO_VALUE = re.compile(
+    r"(?<=[:\[,])(\s*)(?:N/A|n/a|[+-]?nan|[+-]?inf(?:inity)?|[+-]?Inf|[+-]NaN|None|undefined)(?=\s*[,}\]])"
+)
+_MISSING = re.compile(r"(?<=:)\s*(?=[,}\]])")
+_SPARE_COMMA = re.compile(r",\s*(?=[}\]])")
+_CLOSES_KEY = re.compile(r'"\s*:')
+_CLOSES_VALUE = re.compile(r'"\s*(?:[}\]]|,\s*"(?:[^"\\]|\\.)*"\s*:|$)')
+_CLOSES_ITEM = re.compile(r'"\s*(?:\]|,\s*["{\[\-0-9tfnN])')
+
+
+def whole_events(text: bytes) -> int | None:
+    """The end of the last whole object of a list that is cut; None where there is none.
+
+    Brackets are counted outside of strings, so it is exact for well-formed text.
+    """
+    plain = _ESCAPED.sub(b"__", text)
+    signs = np.frombuffer(plain, dtype=np.uint8)
+    outside = ~np.logical_xor.accumulate(signs == ord('"'))
+    opens = outside & ((signs == ord("{")) | (signs == ord("[")))
+    closes = outside & ((signs == ord("}")) | (signs == ord("]")))
+    depth = np.cumsum(opens.astype(np.int32) - closes)
+    ends = np.flatnonzero(closes & (depth == 0) & (signs == ord("}")))
+    return int(ends[-1]) + 1 if ends.size else None
+
+
+class EventRecovery(Recovery):
+    """Keeps every whole event of a malformed stretch, as decoded structs.
+
+    Attributes:
+        entries: Decoded entries.
+        offsets: Where each begins in the stretch.
+        lengths: Their lengths in bytes.
+    """
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.entries: list[Any] = []
+        self.offsets: list[int] = []
+        self.lengths: list[int] = []
+
+    def keep(self, entries: list[Any], spans: list[Span]) -> None:
+        """Keep entries with their spans; entries of one span share it."""
+        if len(spans) != len(entries):
+            spans = [(spans[0][0], spans[-1][1])] * len(entries)
+        self.entries += entries
+        self.offsets += [start for start, _ in spans]
+        self.lengths += [end - start for start, end in spans]
+
+    def take(self, begin: int, end: int, spans: list[Span]) -> None:
+        """See `Recovery`."""
+        entries, odd = decode_loosely(b"[" + self.text[begin:end] + b"]")
+        if odd:
+            self._note("odd-values", begin, odd)
+        self.keep(entries, spans)
+
+    def mend(self, begin: int, end: int) -> int:
+        """Entries of one malformed piece, by ever bolder repairs; none where no repair helps."""
+        whole = repair_event(self.text[begin:end])
+        if not whole:
+            return 0
+        # Lone surrogates (half of a pair, cut by a writer) cannot stand in UTF-8.
+        text = json.dumps(whole).encode("utf-8", "replace")
+        try:
+            entries, _ = decode_loosely(text)
+        except MALFORMED:
+            try:
+                entries, _ = decode_loosely(_LONE_SURROGATE.sub(b"\\\\ufffd", text))
+            except MALFORMED:
+                return 0
+        self.keep(entries, [(begin, end)])
+        return len(entries)
+
+
+def repair_event(piece: bytes, key: str = "ph") -> list[dict[str, Any]]:
+    """Entries of one malformed piece that have the key, as plain dicts, by ever bolder repairs."""
+
+    def finite(number: str) -> float | None:
+        return value if math.isfinite(value := float(number)) else None
+
+    text = piece.decode("utf-8", "replace").strip().strip(",")
+    for repairs in _REPAIRS:
+        repaired = text
+        for repair in repairs:
+            repaired = repair(repaired)
+        try:
+            entries = json.loads(f"[{repaired}]", strict=False, parse_constant=lambda _: None, parse_float=finite)
+        except (ValueError, RecursionError):
+            continue
+        whole = [entry for entry in entries if isinstance(entry, dict) and key in entry]
+        if whole:
+            return whole
+    return []
+
+
+def _escapes(text: str) -> str:
+    """A backslash that escapes nothing is meant as a backslash."""
+    return _BACKSLASH.sub(lambda match: match[0] if match["good"] else r"\\", text)
+
+
+def _values(text: str) -> str:
+    """Words that are no JSON values, and values that are missing, become null; spare commas go; outside of strings."""
+    parts = re.split(r'("(?:[^"\\]|\\.)*")', text)
+    for at, part in enumerate(parts):
+        if not part.startswith('"'):
+            parts[at] = _SPARE_COMMA.sub("", _MISSING.sub(" null", _NO_VALUE.sub(r"\1null", part)))
+    return "".join(parts)
+
+
+def _strings(text: str) -> str:
+    """Quotes inside strings get their backslash: a quote closes a string only where JSON can go on after it."""
+    out: list[str] = []
+    open_brackets: list[str] = []
+    at, inside, is_key = 0, False, False
+    while at < len(text):
+        char = text[at]
+        if inside:
+            if char == "\\":
+                out.append(text[at : at + 2])
+                at += 2
+                continue
+            if char == '"':
+                in_list = open_brackets and open_brackets[-1] == "["
+                closing = _CLOSES_KEY if is_key else _CLOSES_ITEM if in_list else _CLOSES_VALUE
+                inside = closing.match(text, at) is None
+                char = '\\"' if inside else '"'
+        elif char == '"':
+            inside, is_key = True, False
+            if open_brackets and open_brackets[-1] != "[":
+                is_key = next((part for part in reversed(out) if part.strip()), "") in "{,"
+        elif char in "{[":
+            open_brackets.append(char)
+        elif char in "}]" and open_brackets:
+            open_brackets.pop()
+        out.append(char)
+        at += 1
+    return "".join(out)
+
+
+_Repair = Callable[[str], str]
+_REPAIRS: tuple[tuple[_Repair, ...], ...] = (
+    (),
+    (_values,),
+    (_escapes, _values),
+    (_strings, _values),
+    (_escapes, _strings, _values),
+)

@@ -1,0 +1,252 @@
+"""Text of an input in pieces: encodings, gzip, windows."""
+
+from __future__ import annotations
+
+import codecs
+import re
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from traceloom.formats.resync import DamageLog
+from traceloom.system.gzip_stream import GzipStream, Step, open_file
+
+_BATCH = 1 << 20  # bytes of text decompressed ahead
+
+Look = Callable[[bytes], None]
+
+
+class _TraceFile(GzipStream):
+    """The unpacked bytes of a trace."""
+
+    READ = 1 << 16
+    PIECE = 1 << 19  # what fits the processor's caches is decoded fastest
+    MOST_EXPANSION = 250  # real traces stay below 60
+    BOMB_BYTES = 1 << 28
+
+
+def open_input(path: str | Path) -> BinaryIO:
+    """The bytes of a file, or of standard input for `-`.
+
+    Raises:
+        InputError: `unreadable` (missing, forbidden, no file).
+    """
+    return sys.stdin.buffer if str(path) == "-" else open_file(path)
+
+
+def text_pieces(
+    stream: BinaryIO, damage: DamageLog, step: Step | None = None, look: Look | None = None
+) -> Iterator[bytes]:
+    """The decompressed text in pieces; decompression runs one batch ahead in a thread, beside the decoding.
+
+    Args:
+        stream: The file.
+        damage: Told about a cut or corrupt gzip; what came before the fault is given all the same.
+        step: Called with (bytes read from the file, bytes of text so far).
+        look: Called with all text in order, some of it long before it is given here; in that thread if there is one.
+
+    Raises:
+        InputError: `gzip-bomb`, where the text grows out of all proportion.
+    """
+    file = _TraceFile(stream, step)
+    chunks = _unpacked(file, damage)
+    if not file.packed:
+        yield from _looked_at(_transcoded(_gathered(chunks, file.PIECE)), look)
+        return
+    batches = _looked_at(_transcoded(_gathered(chunks, _BATCH)), look)
+    with ThreadPoolExecutor(1, thread_name_prefix="traceloom-text") as pool:
+        ahead = pool.submit(next, batches, None)
+        while (batch := ahead.result()) is not None:
+            ahead = pool.submit(next, batches, None)
+            for at in range(0, len(batch), file.PIECE):
+                yield batch[at : at + file.PIECE]
+
+
+def first_pieces(stream: BinaryIO, damage: DamageLog, look: Look | None = None) -> Iterator[bytes]:
+    """As `text_pieces`, for who wants the beginning only: no more is decompressed than is asked for."""
+    yield from _looked_at(_transcoded(_unpacked(_TraceFile(stream), damage)), look)
+
+
+def _looked_at(pieces: Iterator[bytes], look: Look | None) -> Iterator[bytes]:
+    for piece in pieces:
+        if look:
+            look(piece)
+        yield piece
+
+
+def _unpacked(file: GzipStream, damage: DamageLog) -> Iterator[bytes]:
+    yield from file
+    if file.damage:
+        text = "" if file.damage == "trailing-bytes" else f", {file.given} of the text"
+        damage.note(file.damage, f"byte {file.read} of the compressed file{text}")
+
+
+def _gathered(chunks: Iterator[bytes], least: int) -> Iterator[bytes]:
+    """Chunks of any size joined to pieces of at least so many bytes."""
+    waiting: list[bytes] = []
+    size = 0
+    for chunk in chunks:
+        waiting.append(chunk)
+        size += len(chunk)
+        if size >= least:
+            yield b"".join(waiting)
+            waiting, size = [], 0
+    if size:
+        yield b"".join(waiting)
+
+
+def _transcoded(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    """UTF-8 without a byte order mark, from UTF-8 or UTF-16 with one."""
+    first = next(pieces, b"")
+    if first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        decoder: Any = codecs.getincrementaldecoder("utf-16")(errors="replace")
+        yield decoder.decode(first).encode("utf-8", "replace")
+        for piece in pieces:
+            yield decoder.decode(piece).encode("utf-8", "replace")
+        return
+    yield first.removeprefix(codecs.BOM_UTF8)
+    yield from pieces
+
+
+_BLANK = re.compile(rb"[\s,]*")
+
+
+class TextBuffer:
+    """What readers of large texts share.
+
+    Attributes:
+        size: Bytes of text read so far.
+    """
+
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self.size = 0
+        self._pieces = pieces
+        self._text = b""  # what is read and not yet used up
+        self._base = 0  # byte of the text at which it begins
+        self._ended = False
+
+    def _fill(self, count: int) -> bool:
+        """Have `count` bytes at hand, unless the text ends before; False at its end."""
+        parts, have = [self._text] if self._text else [], len(self._text)
+        while have < count and not self._ended:
+            piece = next(self._pieces, None)
+            if piece is None:
+                self._ended = True
+                break
+            parts.append(piece)
+            have += len(piece)
+            self.size += len(piece)
+        self._text = parts[0] if len(parts) == 1 else b"".join(parts)
+        return have >= count
+
+    def _skip(self, count: int) -> None:
+        self._text = self._text[count:]
+        self._base += count
+
+    def _skip_blank(self) -> None:
+        """Go behind white space and commas."""
+        if blank := _BLANK.match(self._text):
+            self._skip(blank.end())
+
+    def _last_boundary(self, between: re.Pattern[bytes], ahead: int) -> int | None:
+        """The end of the last whole entry at hand, behind its bracket.
+
+        Args:
+            between: Matches between two entries, from the bracket of the first.
+            ahead: Bytes that a match may be long.
+        """
+        low = len(self._text)
+        while low > 0:
+            high, low = low, max(0, low - (1 << 14))
+            last = None
+            for last in between.finditer(self._text, low, min(len(self._text), high + ahead)):  # noqa: B007
+                pass
+            if last is not None and last.start() > 0:
+                return last.start() + 1
+        return None
+
+
+Places = NDArray[np.int64]
+
+_BRACE = ord("}")
+_WHITE = np.isin(np.arange(256), list(b" \t\r\n"))
+_MOST_BLANKS = 64  # between two entries; with more, the decoder is asked
+
+
+class BraceIndex:
+    """Where closing braces stand in a text, found as it is read; before `begin` nobody asks."""
+
+    def __init__(self, begin: int = 0) -> None:
+        self._begin = begin
+        self._seen = 0
+        self._found: deque[Places] = deque()
+
+    def look(self, text: bytes) -> None:
+        """The next part of the text."""
+        if self._seen + len(text) > self._begin:
+            self._found.append(np.flatnonzero(np.frombuffer(text, dtype=np.uint8) == _BRACE) + self._seen)
+        self._seen += len(text)
+
+    def between(self, low: int, high: int) -> Places:
+        """The places from `low` up to `high`, counted from `low`; those before are forgotten."""
+        while self._found and (not self._found[0].size or self._found[0][-1] < low):
+            self._found.popleft()
+        parts = list(takewhile(lambda places: not places.size or places[0] < high, tuple(self._found)))
+        if not parts:
+            return np.zeros(0, dtype=np.int64)
+        places = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        first, end = np.searchsorted(places, (low, high))
+        return places[first:end] - low
+
+
+def locate_entries(text: bytes, count: int, braces: Places) -> tuple[Places, Places]:
+    """Where each of the `count` entries begins in the text, and their lengths.
+
+    All boundaries are among the places that look like one, so an equal number of them are the boundaries.
+
+    Args:
+        text: Entries between commas, which could be decoded; it begins with the first.
+        count: How many there are.
+        braces: Where `}` stands in the text.
+    """
+    if not count:
+        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+    # Where a bracket closes and, behind a comma, the next one opens.
+    signs, size = np.frombuffer(text, dtype=np.uint8), len(text.rstrip())
+    ends = begins = braces[braces < size - 1]
+    for sign in b",{":
+        begins = begins + 1
+        for _ in range(_MOST_BLANKS):  # the next sign that is not white; there is one
+            white = _WHITE[signs[begins]]
+            if not white.any():
+                break
+            begins = begins + white
+        else:
+            return _by_decoding(text)
+        fits = signs[begins] == sign
+        ends, begins = ends[fits], begins[fits]
+    if len(ends) != count - 1:
+        return _by_decoding(text)
+    begins, ends = np.concatenate([[0], begins]), np.concatenate([ends + 1, [size]])
+    return begins, ends - begins
+
+
+def _by_decoding(text: bytes) -> tuple[Places, Places]:
+    """The same by asking the decoder for each entry's own bytes: slow, whatever stands inside the entries."""
+    raws = msgspec.json.decode(b"[" + text + b"]", type=list[msgspec.Raw])
+    begins, lengths, at = [], [], 0
+    for raw in raws:
+        piece = bytes(raw)
+        at = text.index(piece, at)
+        begins.append(at)
+        lengths.append(len(piece))
+        at += len(piece)
+    return np.array(begins, dtype=np.int64), np.array(lengths, dtype=np.int64)

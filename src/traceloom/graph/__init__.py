@@ -1,0 +1,36 @@
+"""Face of today's `link` and `retime`.
+
+Names are loaded when they are first used: who needs a table of this package does not load the linker.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from traceloom.system.lazy_import import lazy
+
+if TYPE_CHECKING:
+    from traceloom.graph.calibrate import calibrate as calibrate
+    from traceloom.graph.calibrate import class_delays as class_delays
+    from traceloom.graph.evaluate import ABSENT as ABSENT
+    from traceloom.graph.evaluate import Plan as Plan
+    from traceloom.graph.law import Law as Law
+    from traceloom.graph.law import law as law
+    from traceloom.graph.linking import Linked as Linked
+    from traceloom.graph.linking import link as link
+    from traceloom.graph.linking import link_session as link_session
+
+lazy(
+    __name__,
+    {
+        "ABSENT": ".evaluate",
+        "Law": ".law",
+        "Linked": ".linking",
+        "Plan": ".evaluate",
+        "calibrate": ".calibrate",
+        "class_delays": ".calibrate",
+        "law": ".law",
+        "link": ".linking",
+        "link_session": ".linking",
+    },
+)

@@ -1,0 +1,213 @@
+"""What ops get from each other: tensors, by who wrote a storage last, and forward ops to their backward ops."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+from msgspec import Struct
+
+from traceloom.graph.device_work import DeviceWork
+from traceloom.graph.edges import Edges
+from traceloom.graph.host_tree import HostTree, Segments
+from traceloom.trace import vocabulary as cat
+from traceloom.trace.array_types import Bools, Ints
+from traceloom.trace.arrays import nearest
+from traceloom.trace.trace import Trace
+
+# A tensor in a host trace: [tensor, storage, offset, elements, bytes each, device], the device missing in old files.
+_TENSOR = r'\[\s*\d+\s*,\s*\d+\s*,\s*-?\d+\s*,\s*\d+\s*,\s*\d+\s*(?:,\s*"[^"]*"\s*)?\]'
+_PARTS = r'^\[\s*\d+\s*,\s*(?<storage>\d+)\s*,.*?(?:"(?<device>[a-z]+)[^"]*"\s*)?\]$'
+_COMMUNICATES = r"^(?:record_param_comms|nccl:|gloo:|mpi:|ucc:|hccl:|xccl:)"  # reads and writes its inputs
+
+
+class DataFlow(Struct, frozen=True):
+    """Who reads what whom wrote.
+
+    Attributes:
+        source: Node of each edge that wrote.
+        target: Node that read.
+        unplaced: Reads of storages that nothing recorded had written.
+        late: Reads that began, by the recorded times, before the write had ended; no edges.
+    """
+
+    source: Ints
+    target: Ints
+    unplaced: int
+    late: int
+
+
+def data_flow(  # noqa: PLR0917  (the parts of a rank)
+    tree: HostTree,
+    host: Segments,
+    work: DeviceWork,
+    segment_node: Ints,
+    work_node: Ints,
+    host_op: Ints,
+    ops: pl.DataFrame,
+) -> DataFlow:
+    """Find the last writer of each storage that an op reads.
+
+    Storage numbers are reused after a storage is freed. That does no harm here: what fills it again comes in time
+    between its old and its new readers, and becomes the last writer of these.
+    Ops that only make views write nothing. Allocations on a device write nothing, but the old content is gone.
+
+    Args:
+        tree: Host events.
+        host: Their segments.
+        work: GPU work.
+        segment_node: Node of each segment.
+        work_node: Node of each work.
+        host_op: Id in the host trace of each host event; -1 where it has none.
+        ops: The ops of the host trace: columns as `host_ops`.
+    """
+    # Ops that do something themselves, the innermost ops around launches and ops without ops inside; with the first
+    # and the last GPU work of each (-1: none).
+    matched = host_op >= 0
+    above = nearest(tree.parent, matched)
+    owner = np.where(matched, np.arange(matched.size), above)
+    launched = np.flatnonzero(work.call >= 0)
+    of = owner[work.call[launched]]
+    launched, of = launched[of >= 0], of[of >= 0]
+    first_work, last_work = (np.full(matched.size, -1, dtype=np.int64) for _ in range(2))
+    by_start, by_end = np.argsort(-work.start[launched], kind="stable"), np.argsort(work.end[launched], kind="stable")
+    first_work[of[by_start]] = launched[by_start]
+    last_work[of[by_end]] = launched[by_end]
+    acts = matched.copy()
+    acts[above[matched & (above >= 0)]] = False
+    acts |= first_work >= 0
+    uses = _uses(host_op, acts, ops)
+    position = uses["position"].to_numpy()
+    time = np.where(uses["write"].to_numpy(), tree.end[position], tree.start[position])
+    uses = uses.with_columns(pl.Series("time", time)).sort(
+        "storage", "time", pl.col("write").not_(), "position", maintain_order=True
+    )
+    position, write = uses["position"].to_numpy(), uses["write"].to_numpy()
+    storage, on_device = uses["storage"].to_numpy(), uses["on_device"].to_numpy()
+    writer = np.where(write, np.arange(write.size), -1)
+    last = np.append(-1, np.maximum.accumulate(writer)[:-1]) if write.size else writer
+    written = last >= 0
+    written[written] = storage[last[written]] == storage[written]
+    reads = np.flatnonzero(~write & written)
+    unplaced = int((~write & ~written).sum())
+    by, reader, on_device = position[last[reads]], position[reads], on_device[reads]
+    # what a device op without GPU work "writes" is memory that it was given
+    real = (by != reader) & ~(on_device & (last_work[by] < 0))
+    by, reader, on_device = by[real], reader[real], on_device[real]
+    source = np.where(last_work[by] >= 0, _at(work_node, last_work[by]), segment_node[host.last[by]])
+    done = np.where(last_work[by] >= 0, _at(work.end, last_work[by]), tree.end[by])
+    to_work = on_device & (first_work[reader] >= 0)
+    target = np.where(to_work, _at(work_node, first_work[reader]), segment_node[host.first[reader]])
+    begun = np.where(to_work, _at(work.start, first_work[reader]), tree.start[reader])
+    kept = (done <= begun) & ~(on_device & ~to_work)
+    late = int(((done > begun) & ~(on_device & ~to_work)).sum())
+    pairs = np.unique(np.stack([source[kept], target[kept]], axis=1), axis=0)
+    return DataFlow(pairs[:, 0], pairs[:, 1], unplaced, late)
+
+
+def _at(values: Ints, rows: Ints) -> Ints:
+    """Values at rows, anything where there is no row."""
+    return values[np.maximum(rows, 0)] if values.size else np.zeros(rows.size, dtype=np.int64)
+
+
+def _uses(host_op: Ints, acts: Bools, ops: pl.DataFrame) -> pl.DataFrame:
+    """One row per tensor that an acting op reads or writes: position, storage, on_device, write."""
+    position = np.flatnonzero(acts)
+    placed = pl.DataFrame({"id": host_op[position], "position": position})
+    about = ops.unique("id", keep="first", maintain_order=True).select(
+        "id",
+        "inputs",
+        "outputs",
+        pl.col("schema").fill_null("").alias("schema"),
+        pl.col("name").str.contains(_COMMUNICATES).fill_null(value=False).alias("talks"),
+        pl.col("name").str.contains(r"[^_]_$").fill_null(value=False).alias("underscored"),
+        pl.col("input_types").fill_null("").alias("input_types"),
+        pl.col("output_types").fill_null("").alias("output_types"),
+    )
+    read = _tensors(about, "inputs", "input_types")
+    made = _tensors(about, "outputs", "output_types")
+    # outputs in the storage of an input are views, unless the op says that it changes what it was given
+    input_storages = read.select("id", "storage", pl.lit(value=True).alias("given")).unique()
+    changes = about.select(
+        "id",
+        (pl.col("schema").str.contains("!", literal=True) | pl.col("talks") | pl.col("underscored")).alias("changes"),
+    )
+    made = made.join(input_storages, on=["id", "storage"], how="left").join(changes, on="id", how="left")
+    written = made.filter(pl.col("given").is_null() | pl.col("changes")).select("id", "storage", "on_device")
+    silent = changes.filter("changes").join(made.select("id").unique(), on="id", how="anti").select("id")
+    changed = read.join(silent, on="id", how="semi").select("id", "storage", "on_device")
+    table = pl.concat(
+        [
+            read.with_columns(pl.lit(value=False).alias("write")),
+            written.with_columns(pl.lit(value=True).alias("write")),
+            changed.with_columns(pl.lit(value=True).alias("write")),
+        ]
+    ).unique(maintain_order=True)
+    return table.join(placed, on="id", how="inner").select("position", "storage", "on_device", "write")
+
+
+def _tensors(about: pl.DataFrame, values: str, types: str) -> pl.DataFrame:
+    """The tensors in a list of values: id, storage, on_device."""
+    parts = pl.col("tensor").str.extract_groups(_PARTS)
+    return (
+        about.filter(pl.col(types).str.contains("Tensor", literal=True))
+        .select("id", pl.col(values).str.extract_all(_TENSOR).alias("tensor"))
+        .explode("tensor")
+        .drop_nulls("tensor")
+        .with_columns(parts.alias("parts"))
+        .select(
+            "id",
+            pl.col("parts").struct.field("storage").cast(pl.Int64, strict=False).alias("storage"),
+            pl.col("parts").struct.field("device").fill_null("cuda").ne("cpu").alias("on_device"),
+        )
+        .filter(pl.col("storage") > 0)
+        .unique(maintain_order=True)
+    )
+
+
+def forward_backward_edges(edges: Edges, trace: Trace, tree: HostTree, host: Segments, segment_node: Ints) -> None:
+    """From the end of each forward op to the start of its backward op.
+
+    Arrows of the file come first. Else ops are joined by process and sequence number, which counts within one forward
+    thread: only where a process has one such thread is it known which is meant. Several ops can have one number, since
+    it is read when an op begins: of forward ops the last to begin made the node, of backward ops the outermost stands
+    for it.
+    """
+    columns = trace.events[["process", "sequence", "forward_thread", "category", "lane"]]
+    numbered = columns.hstack([pl.Series("position", tree.position)]).filter(
+        (pl.col("sequence") >= 0) & (pl.col("category") == cat.OP) & (pl.col("position") >= 0)
+    )
+    is_forward, is_backward = pl.col("forward_thread").fill_null(0) == 0, pl.col("forward_thread") > 0
+    threads = numbered.group_by("process").agg(
+        pl.col("lane").filter(is_forward).n_unique(), pl.col("forward_thread").filter(is_backward).n_unique()
+    )
+    backward = numbered.filter(is_backward)
+    if (threads["lane"] > 1).any() or (threads["forward_thread"] > 1).any():
+        backward = backward.clear()
+    in_backward = np.zeros(tree.row.size, dtype=np.bool_)
+    in_backward[backward["position"].to_numpy()] = True
+    outermost = nearest(tree.parent, in_backward) < 0
+    forward = numbered.filter(is_forward).group_by("process", "sequence").agg(forward=pl.col("position").max())
+    by_number = (
+        backward[np.flatnonzero(outermost[backward["position"].to_numpy()])]
+        .join(forward, on=["process", "sequence"], how="inner")
+        .sort("position")
+    )
+    arrows = trace.flows.filter(
+        pl.col("kind") == "forward-backward", pl.col("source").is_not_null(), pl.col("target").is_not_null()
+    )
+    source, target = (tree.position[arrows[name].to_numpy()] for name in ("source", "target"))
+    has_both = (source >= 0) & (target >= 0)
+    source, target = source[has_both], target[has_both]
+    # an arrow may end at an op inside the one that stands for the node
+    arrows_before = np.concatenate([[0], np.cumsum(np.bincount(target, minlength=tree.row.size))])
+    numbered_target = by_number["position"].to_numpy()
+    drawn = arrows_before[tree.stop[numbered_target]] > arrows_before[numbered_target]
+    evidence = np.repeat(["measured", "correlated"], [target.size, int((~drawn).sum())])
+    source = np.concatenate([source, by_number["forward"].to_numpy()[~drawn]])
+    target = np.concatenate([target, numbered_target[~drawn]])
+    possible = tree.end[source] <= tree.start[target]
+    source, target = source[possible], target[possible]
+    edges.add(
+        "forward-backward", evidence[possible], segment_node[host.last[source]], segment_node[host.first[target]],
+        from_end=True, to_end=False,
+    )  # fmt: skip

@@ -1,0 +1,428 @@
+"""New times from durations: layout, one pass."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from msgspec import Struct
+from numpy.typing import ArrayLike, NDArray
+
+from traceloom.errors import UsageError
+from traceloom.graph.calibrate import class_delays, scale_overlap
+from traceloom.graph.graph import Graph, array, describe_cycle, is_large, order_in_layers, plain, points, room
+from traceloom.trace.array_types import Bools, Ints
+
+_PIECES = 256  # pieces of chains in one slice at most: each is lifted above the last, and 64 bits must hold that
+_FEW = 24  # with fewer links than this a slice takes longer in array operations than link by link
+
+
+class LinkTerms(Struct, frozen=True):
+    """What links ask for, as indices: a link's weight is the delay of an edge plus the work of a node.
+
+    Attributes:
+        edge: Edge of each link; the number of edges where the link has none.
+        node: Node of each link; the number of nodes where the link has none.
+    """
+
+    edge: Ints
+    node: Ints
+
+    def at(self, index: Ints) -> LinkTerms:
+        """The terms of some links."""
+        return LinkTerms(plain(self.edge[index]), plain(self.node[index]))
+
+
+class LayerSlice(Struct, frozen=True):
+    """Entries that are evaluated together: those of some pieces of chains, which wait for earlier slices only.
+
+    Attributes:
+        low: First entry.
+        high: Entry after the last.
+        first: First link from outside.
+        last: Link after the last.
+        source: Entry that each link comes from.
+        offset: First link of each entry, counted from `first`.
+        few: Whether the slice, or each of the slices that it stands for, has few links.
+    """
+
+    low: int
+    high: int
+    first: int
+    last: int
+    source: Ints
+    offset: Ints
+    few: bool
+
+
+class PassLayout(Struct, frozen=True):
+    """The places of a graph (starts of nodes, and ends that wait for something) in the order of evaluation.
+
+    An end that waits for nothing but its node's work is no place: it follows from the start. An entry is a place that
+    begins a chain, or waits for something outside it; all other places follow from the entry before them.
+
+    Attributes:
+        nodes: Number of nodes.
+        start: Place of each node's start.
+        end: Place of each node's end; that of its start where the end is no place.
+        derived: Whether the end is no place.
+        chain: Terms of the link from the place before, per place; none where a piece begins.
+        entry: Place of each entry; first those that wait for nothing, then by slices.
+        entry_of: The entry at or before each place.
+        roots: How many entries wait for nothing.
+        piece: Number of each entry's piece within its slice.
+        begins: Whether a piece begins with the entry.
+        source: Place of each link from outside, by the entry that it holds back.
+        source_entry: The entry at or before it.
+        target_entry: The entry that it holds back.
+        link: Terms of these links.
+        offset: First link of each entry, and the number of links.
+        slices: In the order of evaluation.
+        stretches: The same with neighbours that have few links joined, for going link by link.
+    """
+
+    nodes: int
+    start: Ints
+    end: Ints
+    derived: Bools
+    chain: LinkTerms
+    entry: Ints
+    entry_of: Ints
+    roots: int
+    piece: Ints
+    begins: Bools
+    source: Ints
+    source_entry: Ints
+    target_entry: Ints
+    link: LinkTerms
+    offset: Ints
+    slices: list[LayerSlice]
+    stretches: list[LayerSlice]
+
+
+def layout(graph: Graph) -> PassLayout:
+    """Lay out a graph.
+
+    Raises:
+        InvariantError: `broken-cycle`: nodes wait for each other.
+    """
+    nodes, edges = graph.nodes.height, graph.edges.height
+    source, target = points(graph)
+    waits = np.zeros(nodes, dtype=np.bool_, like=source)
+    waits[target[target % 2 == 1] // 2] = True
+    start, end = _items(graph, waits)
+    count = nodes + int(waits.sum())
+    # Links: those of the edges, then from start to end of every node whose end is an item of its own.
+    of, to = source // 2, target // 2
+    from_end, to_end = source % 2 == 1, target % 2 == 1
+    waiting = np.flatnonzero(waits)
+    link_source = np.concatenate([np.where(from_end & waits[of], end[of], start[of]), start[waiting]])
+    link_target = np.concatenate([np.where(to_end, end[to], start[to]), end[waiting]])
+    terms = LinkTerms(
+        np.concatenate([np.arange(edges, like=source), np.full(waiting.size, edges, like=source)]),
+        np.concatenate([np.where(from_end & ~waits[of], of, nodes), waiting]),
+    )
+    chain = np.full(count, -1, dtype=np.int64, like=source)
+    neighbours = np.flatnonzero(link_target == link_source + 1)
+    chain[link_target[neighbours]] = neighbours
+    inner = chain[chain >= 0]
+    crosses = np.ones(link_source.size, dtype=np.bool_, like=source)
+    crosses[inner] = False
+    crossing = np.flatnonzero(crosses)
+    layering = order_in_layers(chain >= 0, link_source[crossing], link_target[crossing])
+    if layering is None:
+        raise describe_cycle(nodes, source, target)
+    layer: Ints = layering.layer[layering.run]
+    order = np.argsort(layer, kind="stable")
+    position = np.empty(count, dtype=np.int64, like=source)
+    position[order] = np.arange(count, like=source)
+    # A chain that goes on in a later layer is cut there: its link becomes one from outside.
+    inner = np.flatnonzero(chain >= 0)  # items now
+    cut = inner[layer[inner] != layer[inner - 1]]
+    outside = np.concatenate([crossing, chain[cut]])
+    chain[cut] = -1
+    outside = outside[np.argsort(position[link_target[outside]], kind="stable")]
+    chain = chain[order]
+    is_entry = chain < 0
+    is_entry[position[link_target[outside]]] = True
+    entry, entry_of = np.flatnonzero(is_entry), np.cumsum(is_entry) - 1
+    source_position = position[link_source[outside]]
+    source_entry = plain(entry_of[source_position])
+    target_entry = entry_of[position[link_target[outside]]]
+    begins = chain[entry] < 0
+    # What waits for nothing is all that layer 0 has of entries.
+    roots = int((layer[order][entry] == 0).sum())
+    offset = plain(np.searchsorted(target_entry, np.arange(entry.size + 1, like=source)))
+    piece, slices = _slices(layer[order][entry], begins, roots, source_entry, offset)
+    none = np.append(terms.edge, edges), np.append(terms.node, nodes)
+    return PassLayout(
+        nodes=nodes,
+        start=plain(position[start]),
+        end=plain(position[end]),
+        derived=plain(~waits),
+        chain=LinkTerms(plain(none[0][chain]), plain(none[1][chain])),
+        entry=plain(entry),
+        entry_of=plain(entry_of),
+        roots=roots,
+        piece=plain(piece),
+        begins=plain(begins),
+        source=plain(source_position),
+        source_entry=source_entry,
+        target_entry=plain(target_entry),
+        link=terms.at(outside),
+        offset=offset,
+        slices=slices,
+        stretches=_stretches(slices),
+    )
+
+
+def _items(graph: Graph, waits: Bools) -> tuple[Ints, Ints]:
+    """Number of each start, and of each end that waits (else of its start): by lane, then in the order of time."""
+    lane = array(graph, graph.nodes["lane"].cast(int).fill_null(-1))
+    start = array(graph, graph.nodes["start_ns"])
+    step = np.diff(lane)
+    if (step < 0).any() or ((step == 0) & (np.diff(start) < 0)).any():
+        order = np.lexsort((start, lane))
+    else:
+        order = np.arange(lane.size, like=lane)
+    items = np.empty(lane.size, dtype=np.int64, like=lane)
+    items[order] = np.cumsum(1 + waits[order]) - 1 - waits[order]
+    return items, items + waits
+
+
+def _slices(layer: Ints, begins: Bools, roots: int, source: Ints, offset: Ints) -> tuple[Ints, list[LayerSlice]]:
+    """Cut the entries into slices of one layer and few pieces; and the number of each entry's piece in its slice."""
+    piece = np.zeros(layer.size, dtype=np.int64, like=layer)
+    if roots == layer.size:
+        return piece, []
+    opens = np.append(True, layer[1:] != layer[:-1])
+    number = np.cumsum(begins) - 1
+    within = number - np.maximum.accumulate(np.where(opens, number, 0))
+    opens |= begins & (within % _PIECES == 0)
+    piece[roots:] = within[roots:] % _PIECES
+    bounds = np.append(np.flatnonzero(opens[roots:]) + roots, layer.size)
+    links = offset[bounds].tolist()
+    places = bounds.tolist()
+    return piece, [
+        LayerSlice(low, high, first, last, source[first:last], offset[low:high] - first, last - first < _FEW)
+        for low, high, first, last in zip(places[:-1], places[1:], links[:-1], links[1:], strict=True)
+    ]
+
+
+def _stretches(slices: list[LayerSlice]) -> list[LayerSlice]:
+    """The slices with neighbours that have few links joined; only their bounds mean anything then."""
+    joined: list[LayerSlice] = []
+    for part in slices:
+        if part.few and joined and joined[-1].few:
+            before = joined[-1]
+            joined[-1] = LayerSlice(
+                before.low, part.high, before.first, part.last, before.source, before.offset, few=True
+            )
+        else:
+            joined.append(part)
+    return joined
+
+
+_NEVER = int(np.iinfo(np.int64).min)
+ABSENT = -(2**61)  # as delay of an edge: it holds nothing back
+_GONE = ABSENT // 2  # residuals have been added
+_TOGETHER = 8  # scenarios that go through the slices together
+_SMALL = 50_000  # where there are fewer nodes than this
+_OFTEN = 200  # or than this in a slice
+LONGEST_NS = 2**53  # ns; 256 pieces of a slice this far apart are within int64
+
+
+class Plan:
+    """A graph made ready for many passes.
+
+    The time of a point is the latest of what it waits for: `time(source) + delay` over its edges and, for the end of a
+    node, `time(start) + work`. What waits for nothing keeps its measured time. All times are integers.
+
+    Args:
+        graph: Any graph without a circle, calibrated or not.
+
+    Raises:
+        InvariantError: `broken-cycle`: nodes wait for each other.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self._layout: PassLayout = layout(graph)
+        self._large = is_large(graph)
+        times = np.zeros(self._layout.entry_of.size, dtype=np.int64)
+        times[self._layout.start] = graph.nodes["start_ns"].to_numpy()
+        self._roots: Ints = times[self._layout.entry[: self._layout.roots]]
+        self._constants: Ints | None = None
+
+    @property
+    def slices(self) -> int:
+        """How many times a pass stops to see what other chains have come to."""
+        return len(self._layout.slices)
+
+    @property
+    def constants(self) -> Ints:
+        """The delay that each edge's class has by calibration, whatever the edge itself showed; shape (edges,), ns."""
+        if self._constants is None:
+            self._constants = class_delays(self.graph)
+        return self._constants
+
+    def evaluate(
+        self, work_ns: ArrayLike | None = None, delay_ns: ArrayLike | None = None, *, residuals: bool = True
+    ) -> Ints:
+        """New times of all points.
+
+        Shapes: N nodes, E edges, S scenarios.
+
+        Where the next work of a stream starts while one still runs, that is after so much of its work, not after so
+        much time: with other works the delays of these edges are other ones in proportion.
+
+        Args:
+            work_ns: Work of each node, (N,) or (S, N); as in the graph where not given.
+            delay_ns: Delay of each edge without its residual, (E,) or (S, E); `ABSENT` for an edge that shall not hold,
+                as if it were not in the graph. Where not given: with residuals the graph's delays, without residuals
+                the constants of the edges' classes.
+            residuals: Whether what no known cause explains takes as long as it took. With residuals the times of a
+                calibrated graph are the measured ones to the nanosecond.
+
+        Returns:
+            Times in ns, int64, of points 2i (start of node i) and 2i + 1 (its end): (2N,), or (S, 2N) where one of
+            the arguments has scenarios.
+
+        Raises:
+            UsageError: `wrong-shape`: an argument fits neither the nodes nor the edges.
+        """
+        nodes, edges = self.graph.nodes, self.graph.edges
+        work = nodes["work_ns"].to_numpy() if work_ns is None else _whole(work_ns, nodes.height, "work_ns")
+        if delay_ns is not None:
+            delay = _whole(delay_ns, edges.height, "delay_ns")
+        else:
+            delay = edges["delay_ns"].to_numpy() if residuals else self.constants
+        if residuals:
+            work = work + nodes["residual_ns"].to_numpy()
+            delay = delay + edges["residual_ns"].to_numpy()
+        alone = work.ndim == delay.ndim == 1
+        work, delay = np.atleast_2d(work), np.atleast_2d(delay)
+        if work_ns is not None:
+            delay = scale_overlap(self.graph, work, delay)
+        times = self._times(work, delay)
+        return times[0] if alone else times
+
+    def _times(self, work: Ints, delay: Ints) -> Ints:
+        """Times of all points, (S, 2N), with works and delays as they stand here, (S or 1, N) and (S or 1, E)."""
+        nodes = self.graph.nodes
+        scenarios = max(work.shape[0], delay.shape[0])
+        times = room(scenarios, 2 * nodes.height, large=self._large)
+        # Together they share what each slice costs; apart they stay within the caches.
+        together = _TOGETHER if nodes.height < max(_SMALL, _OFTEN * self.slices) else 1
+        for low in range(0, scenarios, together):
+            rows = slice(low, low + together)
+            work_rows, delay_rows = (part[rows] if part.shape[0] > 1 else part for part in (work, delay))
+            self._pass(work_rows, delay_rows, times[rows])
+        if not delay.size or delay.min() >= _GONE:
+            return times
+        _, target = points(self.graph)
+        for row in range(scenarios):
+            row_delay = delay[row % len(delay)]
+            absent = row_delay < _GONE
+            left = np.bincount(target[~absent], minlength=times.shape[1])
+            # Where an absent edge was all that held a point, that waits for nothing now: it is evaluated anew.
+            if (left[target[absent & (target % 2 == 0)]] == 0).any():
+                kept = np.flatnonzero(~absent)
+                rest = Plan(replace(self.graph, edges=self.graph.edges[kept]))
+                times[row] = rest._times(work[row % len(work)][np.newaxis], row_delay[np.newaxis, kept])[0]
+        return times
+
+    def _pass(self, work: Ints, delay: Ints, points: Ints) -> None:
+        """Fill in the times of all points; all arguments have a row per scenario, or one for all."""
+        plan = self._layout
+        work, delay = self._padded(work), self._padded(delay)
+        absent = delay < _GONE
+        delay[absent] = 0
+        # No two times, and no sums along pieces, are further apart than this. As doubles these do not wrap around, and
+        # are exact as far as they are not refused.
+        far = sum(int(np.abs(part).sum(axis=1, dtype=np.float64).max()) for part in (work, delay))
+        far += int(self._roots.max()) - int(self._roots.min()) if self._roots.size else 0
+        never = -4 * far - 1  # never the last, as long as something else holds that point
+        far -= never * int(absent.sum(axis=1).max())
+        # Along a piece: time = highest of (what holds an entry back - sum of links so far) + sum of links so far. The
+        # term in brackets is the level of an entry. All pieces of a slice are gone through as one, each lifted above
+        # the one before.
+        lift = 2 * far + 1
+        if lift > LONGEST_NS:
+            raise UsageError("these times add up to more than 100 days", slug="times-too-long")
+        delay[absent] = never
+        sums = self._weights(plan.chain, work, delay)
+        np.cumsum(sums, axis=1, out=sums)
+        lifted = np.multiply(plan.piece, lift, out=self._room(1, plan.piece.size))
+        before = self._take(sums, plan.entry)
+        before -= lifted
+        ahead = self._weights(plan.link, work, delay)
+        ahead += self._take(sums, plan.source)
+        ahead -= self._take(before, plan.target_entry)
+        ahead -= self._take(lifted, plan.source_entry)
+        level = self._room(points.shape[0], plan.entry.size)
+        level[:, : plan.roots] = self._roots - before[:, : plan.roots]
+        ahead = np.broadcast_to(ahead, (points.shape[0], ahead.shape[1]))
+        alone = len(level) == 1
+        for part in plan.stretches if alone else plan.slices:
+            if alone and part.few:
+                self._link_by_link(part, level[0], ahead[0])
+                continue
+            arrived = level.take(part.source, axis=1)
+            arrived += ahead[:, part.first : part.last]
+            if part.high - part.low < part.last - part.first:
+                arrived = np.maximum.reduceat(arrived, part.offset, axis=1)
+            np.maximum.accumulate(arrived, axis=1, out=level[:, part.low : part.high])
+        level -= lifted
+        times = self._take(level, plan.entry_of)
+        times += sums
+        points[:, 0::2] = self._take(times, plan.start)
+        points[:, 1::2] = self._take(times, plan.end)
+        derived = self._room(*work[:, :-1].shape)
+        points[:, 1::2] += np.multiply(work[:, :-1], plan.derived, out=derived)
+
+    def _room(self, rows: int, columns: int) -> Ints:
+        return room(rows, columns, large=self._large)
+
+    def _take(self, values: Ints, index: Ints) -> Ints:
+        """Some columns of the values; shape (scenarios, columns)."""
+        return values.take(index, axis=1, out=self._room(len(values), index.size), mode="clip")
+
+    def _weights(self, terms: LinkTerms, work: Ints, delay: Ints) -> Ints:
+        of_edge, of_node = self._take(delay, terms.edge), self._take(work, terms.node)
+        if len(of_edge) < len(of_node):
+            of_edge, of_node = of_node, of_edge
+        of_edge += of_node
+        return of_edge
+
+    def _padded(self, values: Ints) -> Ints:
+        """With a last column of zeros, for links that have no such term."""
+        padded = self._room(values.shape[0], values.shape[1] + 1)
+        padded[:, :-1], padded[:, -1] = values, 0
+        return padded
+
+    def _link_by_link(self, part: LayerSlice, level: Ints, ahead: Ints) -> None:
+        plan = self._layout
+        reached, gained, source = level.data, ahead.data, plan.source_entry.data
+        offset = plan.offset[part.low : part.high + 1].tolist()
+        begins = plan.begins[part.low : part.high].tolist()
+        at = offset[0]
+        for entry, begin, last in zip(range(part.low, part.high), begins, offset[1:], strict=True):
+            best = _NEVER if begin else reached[entry - 1]
+            for link in range(at, last):
+                candidate = reached[source[link]] + gained[link]
+                if candidate > best:  # noqa: PLR1730  (max() takes three times as long)
+                    best = candidate
+            reached[entry] = best
+            at = last
+
+
+def _whole(values: ArrayLike, count: int, name: str) -> NDArray[Any]:
+    array = np.asarray(values)
+    if array.ndim not in {1, 2} or array.shape[-1] != count:
+        raise UsageError(
+            f"`{name}` has shape {array.shape}, expected ({count},) or (scenarios, {count})", slug="wrong-shape"
+        )
+    # Rounded, not cut off: a half of 3 ns is 2 ns as often as 1 ns.
+    return array if array.dtype == np.int64 else np.rint(array).astype(np.int64)

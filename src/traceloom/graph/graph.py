@@ -1,0 +1,598 @@
+"""Graph: nodes, edges, points in order, schemas, `memo`; `.graph` files.
+
+Times are int64 nanoseconds since the graph's `epoch_ns` on the clock of the job (a rank's clock plus its offset), byte
+counts int64. `node`, `source`, `target` are row numbers of `nodes`; `event` and `op` are rows of the rank's trace.
+
+What is computed from arrays of `traceloom.trace.mapped_arrays` lies in files too, so that a pass over a large graph does not
+take more memory the more ranks it has.
+"""
+
+from __future__ import annotations
+
+import weakref
+from array import array as array_array
+from dataclasses import asdict, dataclass, field, fields
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeVar, get_args
+
+import msgspec
+import numpy as np
+import polars as pl
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from traceloom.errors import InvariantError, broken
+from traceloom.trace import mapped_arrays
+from traceloom.trace.array_types import Array, Bools, Ints
+from traceloom.trace.frames import schema
+from traceloom.trace.notice import Notice
+from traceloom.trace.storage import ArchiveFormat
+from traceloom.trace.trace import HOST_OPS, CategoryType
+
+Node = pl.UInt32
+
+# What a node is, and with that what makes its end move.
+ORIGIN = "origin"  # the start of a rank's window; zero length, no predecessors
+HOST = "host"  # self time of an op, annotation or runtime call on a host thread, before, between or after its children
+THINK = "think"  # a host thread outside every recorded event, at work that nothing names
+WAIT = "wait"  # a host thread that waits for another thread, process or peer: ends when that comes
+LAUNCH = "launch"  # a runtime or driver call that submits GPU work
+BLOCK = "block"  # a call that returns only when GPU work is done: synchronisations, blocking copies
+KERNEL = "kernel"
+COPY = "copy"
+FILL = "fill"
+COLLECTIVE = "collective"  # one rank's part of a collective, on the device or (gloo) on the host
+SEND = "send"
+RECEIVE = "receive"
+RENDEZVOUS = "rendezvous"  # where the ranks of a collective meet; zero length
+ARRIVAL = "arrival"  # the assumed arrival of peers that were not recorded; zero length
+NODE_KINDS = (
+    ORIGIN,
+    HOST,
+    THINK,
+    WAIT,
+    LAUNCH,
+    BLOCK,
+    KERNEL,
+    COPY,
+    FILL,
+    COLLECTIVE,
+    SEND,
+    RECEIVE,
+    RENDEZVOUS,
+    ARRIVAL,
+)
+COMMUNICATION = (COLLECTIVE, SEND, RECEIVE)
+
+# Why one node waits for another.
+EDGE_KINDS = (
+    "origin",  # first node of a lane that nothing else explains
+    "call",  # into a call or out of it, on one thread
+    "thread",  # the next thing on the same thread
+    "launch",  # from the call that submitted GPU work to that work
+    "stream",  # stream order
+    "wait",  # a stream that waits for an event of another stream
+    "synchronize",  # a host call that waits for GPU work
+    "queue",  # a launch that found the queue full, freed by an earlier kernel
+    "occupancy",  # GPU work that found the device full, freed by work of another stream
+    "forward-backward",  # an op and its backward op
+    "cross-thread",  # another thread handed over work or woke us
+    "data",  # a tensor's storage: written by one, read by the other
+    "rendezvous",  # into and out of the meeting of a collective's ranks; a send and its receive
+    "simulation",  # order added only for a target
+)
+# How an edge is known: the file says so by id or arrow; two records share an id; a rule found it; a convention.
+EVIDENCE = ("measured", "correlated", "inferred", "assumed")
+
+NodeKind = pl.Enum(list(NODE_KINDS))
+EdgeKind = pl.Enum(list(EDGE_KINDS))
+Evidence = pl.Enum(list(EVIDENCE))
+
+GRAPH_SCHEMAS: dict[str, pl.Schema] = {
+    # `node` is the row number. The category is that of the event it is from; null for think, wait, origin, rendezvous
+    # and arrival. The rank of a rendezvous or an arrival is one of those that meet there; its lane (a row of `lanes`)
+    # is null, as that of an origin. The duration is as measured, >= 0; of it `work_ns` is what it takes when nothing is
+    # awaited, and `residual_ns` what neither the work nor an awaited node explains. `event` and `op` (the innermost
+    # framework op) are rows of the rank's trace, `host_op` the id in the host trace, where linked. The bytes are of
+    # copies, fills and communication (what this rank puts in).
+    "nodes": schema(
+        "node kind name category rank lane start_ns duration_ns work_ns residual_ns event op host_op step correlation",
+        "bytes",
+        {"kind": NodeKind, "category": CategoryType, "op": pl.UInt32, "host_op": pl.Int64},
+    ),
+    # `from_end`: it holds from the end of the source, else from its start; `to_end`: it holds back the end of the
+    # target, else its start. The delay is the calibrated one of the edge's class, at most the observed slack, and may
+    # be negative; the residual is more than 0 only on the last satisfied edge into a point.
+    "edges": schema(
+        "source target kind evidence from_end to_end delay_ns residual_ns",
+        {"source": Node, "target": Node, "kind": EdgeKind, "evidence": Evidence},
+    ),
+    "lanes": schema("lane rank kind process thread device stream name", {"kind": pl.Enum(["host", "device"])}),
+    # `instance` is equal for the parts of one operation on all ranks, null where not joined; kind: all_reduce,
+    # all_gather, reduce_scatter, all_to_all, broadcast, send, receive, ...; ranks are the members, ascending, null
+    # where unknown; `peer` is the global rank of the root, source or destination.
+    "communication": schema(
+        "node instance kind group group_size ranks sequence element_type in_bytes out_bytes peer tag in_splits",
+        "out_splits",
+        {"ranks": pl.List(pl.Int32), "in_splits": pl.List(pl.Int64), "out_splits": pl.List(pl.Int64)},
+    ),
+    # kind: HtoD, DtoH, DtoD, PtoP, HtoH, fill, unknown
+    "transfers": schema("node kind source_memory target_memory"),
+    "host_ops": pl.Schema({**schema("rank"), **HOST_OPS}),
+    # Traces are paths. The offset is added to this rank's times, 0 where nothing was fitted; the drift is in ns per ns;
+    # the residual is what the fit leaves, null where nothing was fitted.
+    "ranks": schema(
+        "rank host process device_trace host_trace window_start_ns window_end_ns clock_offset_ns clock_drift",
+        "clock_residual_ns",
+        {"process": pl.Int64},
+    ),
+    # `place` is what the class is told apart by: device, vendor, call name.
+    "delays": schema("kind place count median_ns", {"kind": EdgeKind, "place": pl.String}),
+    # subject: host-ops, gpu-work, collectives, time, ...; outcome: matched, attached, orphan: launch before the window,
+    # ...; the time is null where it has no meaning for the subject.
+    "coverage": schema("rank subject outcome count time_ns"),
+}
+
+
+@cache
+def empty_frame(name: str) -> pl.DataFrame:
+    """The graph frame `name` without rows."""
+    return pl.DataFrame(schema=GRAPH_SCHEMAS[name])
+
+
+_MOST_LISTED = 200_000  # runs; a list takes four times the room of an array
+
+
+class PointOrder(Struct, frozen=True):
+    """Items in runs, and in which order the runs can be gone through.
+
+    A run is a stretch of neighbouring items, each of which waits for the one before it and for nothing else.
+
+    Attributes:
+        run: Number of the run of each item.
+        rank: Place of each run in an order in which each comes after what it waits for.
+        layer: Of each run, how many links that are not between neighbours lead to it at most, one after the other.
+    """
+
+    run: Ints
+    rank: Ints
+    layer: Ints
+
+
+def order_in_layers(chained: Bools, source: Ints, target: Ints) -> PointOrder | None:
+    """Order items that wait for each other; None if there is a cycle.
+
+    The work outside NumPy is one step per run and link, so that long chains cost next to nothing.
+
+    Args:
+        chained: Whether each item waits for the one before it; shape (items,).
+        source: Item of every other link that is waited for.
+        target: Item that waits.
+    """
+    heads = ~chained
+    heads[target] = True
+    run = np.cumsum(heads) - 1
+    first = np.flatnonzero(heads)
+    count = first.size
+    from_run, to_run = run[source], run[target]
+    follows = chained[first]
+    many = count > _MOST_LISTED
+    waits = _by_number(np.bincount(to_run, minlength=count) + follows, many)
+    by_source = np.argsort(from_run, kind="stable")
+    reached = _by_number(to_run[by_source], many)
+    bounds = _by_number(np.searchsorted(from_run[by_source], np.arange(count + 1)), many)
+    next_follows = _by_number(np.append(follows[1:], False), many)
+    run_layers = np.zeros(count, dtype=np.int64, like=chained)
+    layer = _by_number(run_layers, many)
+    ready = [at for at, left in enumerate(waits) if not left]
+    order = array_array("q")
+    while ready:
+        at = ready.pop()
+        while True:
+            order.append(at)
+            current = layer[at]
+            low, high = bounds[at], bounds[at + 1]
+            if low < high:
+                for follower in reached[low:high]:
+                    if layer[follower] <= current:
+                        layer[follower] = current + 1
+                    left = waits[follower] - 1
+                    waits[follower] = left
+                    if not left:
+                        ready.append(follower)
+            if not next_follows[at]:
+                break
+            at += 1
+            if layer[at] < current:  # noqa: PLR1730  (max() takes three times as long)
+                layer[at] = current
+            left = waits[at] - 1
+            waits[at] = left
+            if left:
+                break
+    if len(order) < count:
+        return None
+    rank = np.empty(count, dtype=np.int64, like=chained)
+    rank[np.frombuffer(order, dtype=np.int64)] = np.arange(count)
+    if not many:
+        run_layers[:] = layer
+    return PointOrder(run, rank, run_layers)
+
+
+def _by_number(values: NDArray[Any], many: bool) -> Any:
+    """The values as a list, or as a view of the array, which is slower but takes no object for each."""
+    return values.data if many else values.tolist()
+
+
+def topological_order(nodes: int, source: Ints, target: Ints) -> Ints:
+    """All 2 x `nodes` points in topological order.
+
+    Args:
+        nodes: Number of nodes; point 2i is the start of node i, 2i + 1 its end, and an end comes after its start.
+        source: Point of each edge that is waited for.
+        target: Point of each edge that waits.
+
+    Raises:
+        InvariantError: `broken-cycle`: there is none.
+    """
+    layering = _of_points(nodes, source, target)
+    if layering is None:
+        raise describe_cycle(nodes, source, target)
+    return np.argsort(layering.rank[layering.run], kind="stable")
+
+
+def acyclic(nodes: int, source: Ints, target: Ints) -> bool:
+    """Whether there is such an order; arguments as of `topological`."""
+    return _of_points(nodes, source, target) is not None
+
+
+def _of_points(nodes: int, source: Ints, target: Ints) -> PointOrder | None:
+    chained = np.zeros(2 * nodes, dtype=np.bool_, like=source)
+    chained[1::2] = True
+    neighbours = (target == source + 1) & (source % 2 == 1)
+    chained[target[neighbours]] = True
+    return order_in_layers(chained, source[~neighbours], target[~neighbours])
+
+
+def describe_cycle(nodes: int, source: Ints, target: Ints) -> InvariantError:
+    """The error that names the points which wait for each other."""
+    starts = np.arange(nodes, dtype=np.int64) * 2
+    from_point, to_point = np.concatenate([source, starts]), np.concatenate([target, starts + 1])
+    by_source = np.argsort(from_point, kind="stable")
+    next_of: Any = to_point[by_source].tolist()
+    first: Any = np.searchsorted(from_point[by_source], np.arange(2 * nodes + 1)).tolist()
+    waits: Any = np.bincount(to_point, minlength=2 * nodes).tolist()
+    ready = [point for point in range(2 * nodes) if not waits[point]]
+    while ready:
+        point = ready.pop()
+        for follower in next_of[first[point] : first[point + 1]]:
+            waits[follower] -= 1
+            if not waits[follower]:
+                ready.append(follower)
+    stuck = np.flatnonzero(waits)  # points that are on a circle or behind one
+    return InvariantError(
+        f"{stuck.size} points wait for each other, one of them is of node {int(stuck[0]) // 2}",
+        slug="broken-cycle",
+    )
+
+
+# As Chakra distinguishes: the model as written; after compilers changed it; as it was executed on a platform.
+Stage = Literal["pre-transformed", "post-transformed", "profiled"]
+_NO_EVENT = 2**32 - 1
+STAGES: tuple[Stage, ...] = get_args(Stage)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Nodes and typed edges in columns (see `traceloom.graph.graph`).
+
+    A node has two points, its start and its end; an edge holds one point back until another is reached:
+    `time(target point) >= time(source point) + delay`. A node's end is never before its start plus its work.
+
+    Attributes:
+        nodes: What takes time.
+        edges: What waits for what, how that is known, and how long it takes.
+        lanes: Host threads and device streams of all ranks.
+        communication: What is known of each communication node.
+        transfers: Kinds of memory of copies and fills.
+        host_ops: What the host traces say of the ops, for writers of other formats.
+        ranks: The recorded ranks and their clocks.
+        delays: The calibrated delays of the edge classes.
+        coverage: What was matched, attached and left over, and why.
+        name: What the user gave.
+        epoch_ns: Unix time of time 0 in ns, where the traces know it.
+        world_size: Ranks of the job, where known; not the number of recorded ranks.
+        stage: Which of Chakra's kinds of graph this is.
+        notices: What must be known about the data.
+    """
+
+    nodes: pl.DataFrame
+    edges: pl.DataFrame
+    lanes: pl.DataFrame = field(default_factory=lambda: empty_frame("lanes"))
+    communication: pl.DataFrame = field(default_factory=lambda: empty_frame("communication"))
+    transfers: pl.DataFrame = field(default_factory=lambda: empty_frame("transfers"))
+    host_ops: pl.DataFrame = field(default_factory=lambda: empty_frame("host_ops"))
+    ranks: pl.DataFrame = field(default_factory=lambda: empty_frame("ranks"))
+    delays: pl.DataFrame = field(default_factory=lambda: empty_frame("delays"))
+    coverage: pl.DataFrame = field(default_factory=lambda: empty_frame("coverage"))
+    name: str = ""
+    epoch_ns: int = 0
+    world_size: int | None = None
+    stage: Stage = "profiled"
+    notices: tuple[Notice, ...] = ()
+
+    def frames(self) -> dict[str, pl.DataFrame]:
+        """All frames by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name in GRAPH_SCHEMAS}
+
+    def nodes_of(self, *kinds: str) -> Bools:
+        """Which nodes are of these kinds, shape (nodes,)."""
+        chosen: Bools = np.isin(NODE_KINDS, kinds)[self._node_kinds]
+        return chosen
+
+    def edges_of(self, *kinds: str) -> Bools:
+        """Which edges are of these kinds, shape (edges,)."""
+        chosen: Bools = np.isin(EDGE_KINDS, kinds)[self._edge_kinds]
+        return chosen
+
+    @cached_property
+    def names(self) -> pl.Series:
+        """The different names of nodes, in no order."""
+        return self.nodes["name"].unique().drop_nulls()
+
+    @cached_property
+    def events(self) -> Array:
+        """The row of its trace that each node stands for, shape (nodes,); for others more than any row."""
+        return self.nodes["event"].fill_null(_NO_EVENT).to_numpy()
+
+    @cached_property
+    def name_numbers(self) -> Array:
+        """The number of each node's name in `names`, shape (nodes,); as many as there are for nodes without a name."""
+        numbers = self.nodes["name"].cast(pl.Enum(self.names)).to_physical()
+        return numbers.fill_null(self.names.len()).to_numpy()
+
+    @cached_property
+    def rank_numbers(self) -> Array:
+        """The rank of each node, shape (nodes,); -1 where there is none."""
+        return self.nodes["rank"].fill_null(-1).to_numpy()
+
+    @cached_property
+    def _node_kinds(self) -> Array:
+        return self.nodes["kind"].to_physical().to_numpy()
+
+    @cached_property
+    def _edge_kinds(self) -> Array:
+        return self.edges["kind"].to_physical().to_numpy()
+
+    @property
+    def end_ns(self) -> int:
+        """End of the last node; 0 for a graph without nodes."""
+        ends = self.nodes["start_ns"] + self.nodes["duration_ns"]
+        return int(ends.max()) if self.nodes.height else 0  # type: ignore[arg-type]
+
+    @property
+    def job_ranks(self) -> int:
+        """How many ranks the job has, recorded or not: as many as are stated, or as nodes, groups and peers need."""
+        members = self.communication["ranks"].explode().max()
+        highest = (self.nodes["rank"].max(), members, self.communication["peer"].max())
+        return max([self.world_size or 1, *(rank + 1 for rank in highest if isinstance(rank, int))])
+
+    def save(self, path: str | Path, *, force: bool = False) -> int:
+        """Write the graph as `NAME.graph`; returns the size of the file in bytes. See `traceloom.graph.graph`."""
+
+        return save(self, path, force=force)
+
+    @staticmethod
+    def load(path: str | Path) -> Graph:
+        """Read a graph that was saved. See `traceloom.graph.graph`."""
+
+        return load(path)
+
+    def __repr__(self) -> str:
+        ranks = self.ranks.height or self.nodes["rank"].n_unique()
+        return f"<Graph {self.name}: {self.nodes.height:,} nodes, {self.edges.height:,} edges, {ranks} ranks>"
+
+    def check(self) -> None:
+        """Raise InvariantError where the graph breaks its own laws.
+
+        Columns are as declared; ids are row numbers; references point to rows; no time is negative; work and residual
+        of a node are within its duration; no edge asks for more than the measured times show; there is no cycle.
+        """
+        self.check_columns()
+        wrong = self.nodes.filter(
+            (pl.col("duration_ns") < 0)
+            | (pl.col("work_ns") < 0)
+            | (pl.col("residual_ns") < 0)
+            | (pl.col("work_ns") + pl.col("residual_ns") > pl.col("duration_ns"))
+        )
+        if wrong.height:
+            raise broken("times", f"{wrong.height} nodes have times that cannot be, the first is {wrong['node'][0]}")
+        source, target = self.points()
+        times = self.point_times()
+        required = self.edges["delay_ns"].to_numpy() + self.edges["residual_ns"].to_numpy()
+        late = times[target] < times[source] + required
+        if late.any():
+            first = self.edges.row(int(np.flatnonzero(late)[0]), named=True)
+            raise broken("times", f"{int(late.sum())} edges ask for more than was measured, the first is {first}")
+        topological_order(self.nodes.height, source, target)
+
+    def check_columns(self) -> None:
+        """The part of `check` that costs little: columns as declared, ids that are row numbers, references to rows."""
+        for name, frame in self.frames().items():
+            if frame.schema != GRAPH_SCHEMAS[name]:
+                raise broken("columns", f"frame {name} has {frame.schema}, expected {GRAPH_SCHEMAS[name]}")
+        for name, column in (("nodes", "node"), ("lanes", "lane")):
+            frame = getattr(self, name)
+            if not (frame[column].to_numpy() == np.arange(frame.height)).all():
+                raise broken("ids", f"ids of {name} are not the row numbers")
+        for name, column, target in (
+            ("edges", "source", "nodes"),
+            ("edges", "target", "nodes"),
+            ("nodes", "lane", "lanes"),
+            ("communication", "node", "nodes"),
+            ("transfers", "node", "nodes"),
+        ):
+            highest = getattr(self, name)[column].max()
+            if isinstance(highest, int) and highest >= getattr(self, target).height:
+                raise broken("references", f"`{column}` of {name} points past the last row of {target}")
+
+    def points(self) -> tuple[Ints, Ints]:
+        """Source and target point of each edge: 2 x node for its start, 2 x node + 1 for its end. Read-only."""
+        return self._points
+
+    def point_times(self) -> Ints:
+        """The measured time of every point (see `points`). Read-only."""
+        return self._point_times
+
+    @cached_property
+    def _points(self) -> tuple[Ints, Ints]:
+        edge_points = []
+        for node, end in (("source", "from_end"), ("target", "to_end")):
+            points = self.edges[node].to_numpy().astype(np.int64)
+            points *= 2
+            points += self.edges[end].to_numpy()
+            points.flags.writeable = False
+            edge_points.append(points)
+        return edge_points[0], edge_points[1]
+
+    @cached_property
+    def _point_times(self) -> Ints:
+        start, duration = self.nodes["start_ns"].to_numpy(), self.nodes["duration_ns"].to_numpy()
+        times = np.empty(2 * len(start), dtype=np.int64)
+        times[0::2], times[1::2] = start, start + duration
+        times.flags.writeable = False
+        return times
+
+
+LARGE = 500_000  # nodes and edges of a graph from which on its arrays lie in files: about twelve ranks of 20 MB
+
+
+def is_large(graph: Graph) -> bool:
+    """Whether the graph's arrays lie in files."""
+    return graph.nodes.height + graph.edges.height >= LARGE
+
+
+def points(graph: Graph) -> tuple[Ints, Ints]:
+    """Source and target point of each edge; see `Graph.points`."""
+    if not is_large(graph):
+        return graph.points()
+    source, target = (
+        array(graph, graph.edges[node]).astype(np.int64) * 2 + graph.edges[end].to_numpy()
+        for node, end in (("source", "from_end"), ("target", "to_end"))
+    )
+    return source, target
+
+
+def point_times(graph: Graph) -> Ints:
+    """The measured time of every point; see `Graph.point_times`."""
+    if not is_large(graph):
+        return graph.point_times()
+    start, duration = (array(graph, graph.nodes[name]) for name in ("start_ns", "duration_ns"))
+    times: Ints = mapped_arrays.empty(2 * len(start), np.int64)
+    times[0::2], times[1::2] = start, start + duration
+    return times
+
+
+def array(graph: Graph, column: pl.Series) -> Array:
+    """A column of the graph without nulls, kinds as their numbers; what is computed from it lies where it lies."""
+    values: Array = (column.to_physical() if isinstance(column.dtype, pl.Enum) else column).to_numpy()
+    return values.view(mapped_arrays.OnDisk) if is_large(graph) else values
+
+
+def plain(values: Array) -> Array:
+    """The same array, wherever it lies; what is computed from it lies in memory."""
+    return values.view(np.ndarray)
+
+
+def room(rows: int, columns: int, *, large: bool) -> Ints:
+    """A plain array without values, of which the data lie in a file where it is large. Shape (rows, columns)."""
+    if not large:
+        return np.empty((rows, columns), dtype=np.int64)
+    return plain(mapped_arrays.empty(rows * columns, np.int64)).reshape(rows, columns)
+
+
+ENDING = ".graph"
+_FORMAT = ArchiveFormat(
+    "graph",
+    another_slug="not-a-graph",
+    damaged_slug="graph-damaged",
+    version=1,
+    schemas=GRAPH_SCHEMAS,
+    never_null={
+        "nodes": ("node", "kind", "name", "rank", "start_ns", "duration_ns", "work_ns", "residual_ns"),
+        "edges": tuple(GRAPH_SCHEMAS["edges"]),
+        "lanes": ("lane", "rank", "kind"),
+        "communication": ("node",),
+        "transfers": ("node",),
+        "ranks": ("rank",),
+    },
+    hint="write it again with `traceloom link`",
+)
+is_graph = _FORMAT.holds
+
+
+def save(graph: Graph, path: str | Path, *, force: bool = False) -> int:
+    """Write a graph, whole or not at all; returns the size of the file in bytes.
+
+    Raises:
+        OutputError: `file-exists`, `cannot-write`.
+    """
+    header = {
+        "name": graph.name,
+        "epoch_ns": graph.epoch_ns,
+        "world_size": graph.world_size,
+        "stage": graph.stage,
+        "notices": [asdict(notice) for notice in graph.notices],
+    }
+    return _FORMAT.save(path, header, graph.frames(), force=force)
+
+
+def load(path: str | Path) -> Graph:
+    """Read a graph that `save` wrote. `Graph.check` is not run, but columns, ids and references are right.
+
+    Raises:
+        InputError: `unreadable`; `not-a-graph`: another kind of file; `graph-damaged`: cut, or not as its header says;
+            `other-version`.
+    """
+    return _FORMAT.load(path, _graph)
+
+
+def _graph(header: dict[str, Any], frames: dict[str, pl.DataFrame]) -> Graph:
+    name, stage, epoch, world = (header[key] for key in ("name", "stage", "epoch_ns", "world_size"))
+    if stage not in get_args(Stage):
+        raise ValueError(f"`{stage}` is no stage of a graph")
+    if not (world is None or isinstance(world, int)) or not isinstance(epoch, int):
+        raise TypeError("its header has no whole numbers where they belong")
+    notices = msgspec.convert(header["notices"], tuple[Notice, ...])
+    graph = Graph(**frames, name=str(name), epoch_ns=epoch, world_size=world, stage=stage, notices=notices)
+    graph.check_columns()
+    return graph
+
+
+T = TypeVar("T")
+
+
+class OfLast(Generic[T]):
+    """A value of one graph, by the identity of its nodes and edges, whatever else is said of it.
+
+    Forgotten with them, and when another graph's value is put. Several steps of one analysis need it, and nobody may
+    change it.
+    """
+
+    def __init__(self) -> None:
+        self._kept: tuple[weakref.ref[pl.DataFrame], weakref.ref[pl.DataFrame], T] | None = None
+
+    def of(self, graph: Graph) -> T | None:
+        """The value of this graph; None where it is not there."""
+        kept = self._kept
+        return kept[2] if kept and kept[0]() is graph.nodes and kept[1]() is graph.edges else None
+
+    def put(self, graph: Graph, value: T) -> T:
+        """Remember the value of a graph, and give it back."""
+        self._kept = weakref.ref(graph.nodes, self._forget), weakref.ref(graph.edges, self._forget), value
+        return value
+
+    def _forget(self, reference: weakref.ref[pl.DataFrame]) -> None:
+        kept = self._kept
+        if kept is not None and (kept[0] is reference or kept[1] is reference):
+            self._kept = None

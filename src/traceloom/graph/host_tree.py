@@ -1,0 +1,275 @@
+"""Host events that become nodes; what runtime calls do; segments of threads."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+from msgspec import Struct
+
+from traceloom.trace import vocabulary as cat
+from traceloom.trace.array_types import Array, Bools, Ints
+from traceloom.trace.arrays import NO_ROW, column_of, encode_names, innermost_stretch, nesting_depths, subtree_stops
+from traceloom.trace.frames import contains, contains_any
+from traceloom.trace.trace import Trace
+
+# cuda, cu, hip, ze, ur, pi, sycl and mtia spellings; matched with upper and lower case alike.
+LAUNCHES = (
+    r"(?i)launch|memcpy|memset|mem_?copy|mem_?fill|enqueue|append(memory|launch)|eventsbarrier|prefetchasync"
+    r"|usmfill|usmcopy|graphexec"
+)
+NO_LAUNCH = r"(?i)configure|callconfiguration|hostfunc|getlast|attribute|occupancy|launchbounds|symboladdress"
+# The call returns when the device, the stream or the event has been reached.
+DEVICE_WAITS = r"(?i)(device|ctx|thread)_?synchronize|^synchronize$"
+STREAM_WAITS = r"(?i)stream_?synchronize|synchronize_?stream|queue_?(finish|synchronize)|commandlisthostsynchronize"
+EVENT_WAITS = r"(?i)event_?(host)?_?synchronize|^(ur|pi|ze|sycl)events?wait|fencehostsynchronize"
+# Copies that return when they are done, whatever kind of memory.
+BLOCKING_COPIES = (
+    r"(?i)^(cuda|hip|mu)memcpy(2d|3d|peer|(to|from)(symbol|array))?(_ptsz?|_ptds)?$"
+    r"|^cuMemcpy(htod|dtoh|dtod|htoa|atoh|2d|3d|peer)?(_v2)?(_ptds)?$|memcpywithstream"
+)
+RECORDS = r"(?i)event_?record|^record_?event"
+STREAM_EVENT_WAITS = r"(?i)stream_?wait_?event|wait_?on_?event"
+# Not a call: an annotation of a back end that communicates from the host itself.
+HOST_BACKENDS = r"^(?:gloo|mpi|ucc):"
+POLLS = r"(?i)(event|stream)_?query|eventgetinfo|eventquerystatus"
+
+AUTOGRAD = r"^autograd::engine::evaluate_function"
+PLAIN_OP = r"^(?:aten|c10d)::"  # does its work itself, or hands it over and goes on
+COLLECTIVE = r"^c10d::"
+OF_HOST = (
+    LAUNCHES, NO_LAUNCH, DEVICE_WAITS, STREAM_WAITS, EVENT_WAITS, BLOCKING_COPIES, RECORDS, STREAM_EVENT_WAITS,
+    HOST_BACKENDS, AUTOGRAD, PLAIN_OP, COLLECTIVE,
+)  # fmt: skip
+"""What is asked of the names of host events: of all together, which takes less than one by one."""
+
+
+def distinct_names(names: pl.Series) -> tuple[pl.Series, Array]:
+    """The distinct names, and for each name the index of it there, shape (names,); no name is an empty one."""
+    return encode_names(names.fill_null("") if names.null_count() else names)
+
+
+def matches_pattern(names: pl.Series, pattern: str) -> Bools:
+    """Which of the names match the pattern, looked at once per distinct name; shape (names,)."""
+    words, word = distinct_names(names)
+    matches: Bools = contains(words, pattern).to_numpy()[word]
+    return matches
+
+
+_KEPT = (cat.OP, cat.ANNOTATION, cat.RUNTIME, cat.DRIVER, cat.COLLECTIVE)
+_POLLING = 0.5  # share of a thread's calls; such a thread holds nothing else
+
+
+class HostTree(Struct, frozen=True):
+    """Host events in lane order, in which the descendants of an event follow it; arrays of shape (events kept,).
+
+    Attributes:
+        row: Row in `trace.events`.
+        position: For every row of `trace.events` its position here; a driver call inside another call, and what lies
+            inside a communication on the host, have the position of that; -1 for what is not here.
+        lane: Lane of the trace.
+        start: Starts, ns.
+        end: Ends, clipped to the parents'.
+        parent: Position of the parent; -1 for roots.
+        depth: 0 for roots.
+        stop: Position after the last descendant.
+        call: Which are runtime or driver calls.
+        name: Names.
+        words: The distinct names.
+        word: For each event the index of its name in `words`.
+        polling: Events left out, because their threads only ask again and again whether something is done.
+        polling_ns: Their time.
+    """
+
+    row: Ints
+    position: Ints
+    lane: Ints
+    start: Ints
+    end: Ints
+    parent: Ints
+    depth: Ints
+    stop: Ints
+    call: Bools
+    name: pl.Series
+    words: pl.Series
+    word: Array
+    polling: int
+    polling_ns: int
+
+    def span(self) -> Ints:
+        """Durations, >= 0."""
+        return self.end - self.start
+
+    def named(self, pattern: str, position: Ints | None = None) -> Bools:
+        """Which events, of all or of those at some positions, have a name that holds a pattern of `calls.OF_HOST`."""
+        hits = contains_any(self.words, OF_HOST)[OF_HOST.index(pattern)].to_numpy()
+        matches: Bools = hits[self.word if position is None else self.word[position]]
+        return matches
+
+
+def host_tree(trace: Trace) -> HostTree:
+    """The host events of a trace that make nodes.
+
+    Python frames are left out (they name what others measure), so are driver calls inside other calls, what lies inside
+    a communication that the host does itself (the call as a whole waits for its peers), and threads that only poll.
+    """
+    events = trace.events
+    category, parent = column_of(events, "category", large=False), column_of(events, "parent", NO_ROW, large=False)
+    lane_of = events["lane"].to_numpy().astype(np.int64)
+    call = np.isin(cat.CATEGORIES, (cat.RUNTIME, cat.DRIVER))[category]
+    kept = np.isin(cat.CATEGORIES, _KEPT)[category] & (trace.lanes["kind"] == "host").to_numpy()[lane_of]
+    # of each driver call the nearest call around it
+    driver = np.flatnonzero(category == cat.CATEGORIES.index(cat.DRIVER))
+    above = parent[driver]
+    todo = np.flatnonzero(above >= 0)
+    while (todo := todo[~call[above[todo]]]).size:  # one turn per level of nesting
+        above[todo] = parent[above[todo]]
+        todo = todo[above[todo] >= 0]
+    outer = np.full(parent.size, -1, dtype=np.int64)
+    outer[driver] = above
+    around = _communications_around(trace, parent, call)
+    outer = np.where(around >= 0, around, outer)
+    kept &= outer < 0
+    polls = _polling_lanes(trace, kept, call)
+    left_out = kept & polls[lane_of]
+    kept &= ~left_out
+    row = np.flatnonzero(kept)
+    row = row[np.argsort(lane_of[row], kind="stable")]
+    position = np.full(events.height, -1, dtype=np.int64)
+    position[row] = np.arange(row.size)
+    inside = np.flatnonzero(outer >= 0)
+    # the outermost call: the nearest one may itself stand in another
+    while inside.size and (outer[outer[inside]] >= 0).any():
+        outer[inside] = np.where(outer[outer[inside]] >= 0, outer[outer[inside]], outer[inside])
+    position[inside] = position[outer[inside]]
+    lane, start = lane_of[row], events["start_ns"].to_numpy()[row]
+    end = events["nested_end_ns"].to_numpy()[row]
+    stop = subtree_stops(lane, start, end)
+    above = innermost_stretch(np.arange(row.size), stop, row.size)
+    name = events["name"][row]
+    words, word = distinct_names(name)
+    durations = events["nested_end_ns"].to_numpy() - events["start_ns"].to_numpy()
+    return HostTree(
+        row=row,
+        position=position,
+        lane=lane,
+        start=start,
+        end=end,
+        parent=above,
+        depth=nesting_depths(above),
+        stop=stop,
+        call=call[row],
+        name=name,
+        words=words,
+        word=word,
+        polling=int(left_out.sum()),
+        polling_ns=int(durations[left_out].sum()),
+    )
+
+
+def _communications_around(trace: Trace, parent: Ints, call: Bools) -> Ints:
+    """For each event the outermost communication on the host around it; -1 for none.
+
+    One in which something calls a device does not count: what it gives the device to do is work of its own.
+    """
+    outer = np.full(parent.size, -1, dtype=np.int64)
+    chosen = matches_pattern(trace.events["name"], HOST_BACKENDS) & (trace.events["category"] != cat.PYTHON).to_numpy()
+    if not chosen.any():
+        return outer
+    nested = np.flatnonzero(parent >= 0)
+    above = parent[nested]
+    while nested.size:  # one turn per level of nesting: the last communication met is the outermost
+        outer[nested] = np.where(chosen[above], above, outer[nested])
+        above = parent[above]
+        nested, above = nested[above >= 0], above[above >= 0]
+    on_device = np.zeros(parent.size, dtype=np.bool_)
+    calling = outer[call & (outer >= 0)]
+    on_device[calling] = True
+    outer[(outer >= 0) & on_device[outer]] = -1
+    return outer
+
+
+def _polling_lanes(trace: Trace, kept: Bools, call: Bools) -> Bools:
+    """Lanes that hold calls and nothing else, most of them polls for completion."""
+    lanes = trace.lanes.height
+    lane_of = trace.events["lane"].to_numpy()
+    polls = np.zeros(lane_of.size, dtype=np.bool_)
+    rows = np.flatnonzero(call & kept)
+    polls[rows] = matches_pattern(trace.events["name"][rows], POLLS)
+    count = np.bincount(lane_of[kept], minlength=lanes)
+    calls = np.bincount(lane_of[rows], minlength=lanes)
+    poll_count = np.bincount(lane_of[polls], minlength=lanes)
+    polling: Bools = (poll_count > _POLLING * count) & (calls == count) & (count > 0)
+    return polling
+
+
+class Segments(Struct, frozen=True):
+    """Consecutive stretches of host threads, each with its innermost event; arrays of shape (segments,).
+
+    Every thread is tiled from its first event to the end of its last one. Each event has one segment that begins where
+    it begins, be it without length, so that nothing is lost and the order is that of the calls.
+
+    Attributes:
+        owner: Position (in the tree) of the innermost event; -1 in gaps.
+        lane: Lane of the trace; segments are sorted by lane, then in the order of time.
+        start: Starts, ns.
+        end: Ends, ns; that of one is the start of the next on its lane.
+        first: For each event of the tree its first segment.
+        last: For each event the last segment of it and its descendants; ends where the event ends.
+    """
+
+    owner: Ints
+    lane: Ints
+    start: Ints
+    end: Ints
+    first: Ints
+    last: Ints
+
+    def cut(self, at: Ints, times: Ints) -> tuple[Segments, Ints]:
+        """Cut segments in two.
+
+        Args:
+            at: Segments, ascending; one may stand several times.
+            times: Where to cut each, ascending for one segment, within it.
+
+        Returns:
+            The new segments, and for each old one the number of its first part. A cut of old segment s at the k-th
+            time makes the parts `number[s] + k` and `number[s] + k + 1`.
+        """
+        pieces = np.bincount(at, minlength=self.owner.size) + 1
+        number = np.cumsum(pieces) - pieces
+        of = np.repeat(np.arange(self.owner.size), pieces)
+        start, end = self.start[of], self.end[of]
+        behind = np.arange(at.size) + 1 + at  # each cut before, and each whole segment before, is one part
+        start[behind] = times
+        end[behind - 1] = times
+        after = number + pieces - 1
+        last = after[self.last]
+        return Segments(self.owner[of], self.lane[of], start, end, number[self.first], last), number
+
+
+def segments(tree: HostTree) -> Segments:
+    """Tile each host thread with segments."""
+    size = tree.row.size
+    events = np.arange(size)
+    # Place of every begin and end in a walk around the forest: what began before it plus what ended before it.
+    begins = 2 * events - tree.depth
+    ends = 2 * tree.stop - 1 - tree.depth
+    # Ancestors belong to one lane, so that lanes follow each other in this numbering.
+    owner, time, lane = (np.full(2 * size, -1, dtype=np.int64) for _ in range(3))
+    owner[begins], owner[ends] = events, tree.parent
+    time[begins], time[ends] = tree.start, tree.end
+    lane[begins], lane[ends] = tree.lane, tree.lane
+    closes = np.zeros(2 * size, dtype=np.bool_)
+    closes[ends] = True
+    until = np.append(time[1:], 0)
+    follows = np.append(lane[1:] == lane[:-1], False) if size else np.zeros(0, dtype=np.bool_)
+    kept = ~closes | (follows & (until > time))
+    number = np.cumsum(kept) - 1
+    return Segments(
+        owner=owner[kept],
+        lane=lane[kept],
+        start=time[kept],
+        end=until[kept],
+        first=number[begins],
+        last=number[ends - 1] if size else begins,
+    )

@@ -1,0 +1,524 @@
+"""Ranks joined: one clock, collectives that meet.
+
+One offset and drift per host. The fit is robust (medians of differences, Theil-Sen for the drift): a rank whose thread
+or kernel ended late by chance does not move it.
+
+Rules (a part ends once those it waits for have begun, plus the transfer):
+- all_reduce, all_gather, reduce_scatter, all_to_all, barrier, and kinds that are not known: every part waits for all;
+- broadcast, scatter: the others wait for the root; reduce, gather: the root waits for the others;
+- send and receive: each waits for the other (both occupy their device until the data has passed).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import polars as pl
+from msgspec import Struct
+
+from traceloom.graph import graph as gs
+from traceloom.graph.communication import MatchedParts, match_parts
+from traceloom.graph.graph import GRAPH_SCHEMAS, Graph, acyclic, points
+from traceloom.trace.array_types import Ints
+from traceloom.trace.frames import cast_to_schema
+from traceloom.trace.notice import Notice
+
+# Nobody leaves these before everybody has come.
+ENDS_TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
+_FOR_DRIFT = 8  # meetings, and
+_DRIFT_SPAN_NS = 10_000_000  # time between the first and the last, before a drift is fitted
+_MOST_PAIRS = 400  # points of the Theil-Sen estimate, spread evenly; it is quadratic
+
+
+class HostClock(Struct, frozen=True):
+    """How a host's clock is corrected: `corrected = time + offset_ns + drift * (time - since_ns)`.
+
+    Attributes:
+        offset_ns: Added to its times.
+        drift: Nanoseconds per nanosecond.
+        since_ns: Where the drift is 0.
+        residual_ns: Largest of the usual differences that remain (95th percentile); None where nothing was fitted.
+        meetings: Number of collectives the fit stands on.
+    """
+
+    offset_ns: int = 0
+    drift: float = 0.0
+    since_ns: int = 0
+    residual_ns: int | None = None
+    meetings: int = 0
+
+    def corrected(self, times: Ints) -> Ints:
+        """Times on the job's clock; never changes the order of times."""
+        if not self.drift:
+            return times + self.offset_ns
+        bent: Ints = np.floor(self.drift * (times - self.since_ns)).astype(np.int64)
+        return times + self.offset_ns + bent
+
+
+def fit_clocks(meetings: pl.DataFrame, hosts: list[str]) -> dict[str, HostClock]:
+    """One clock per host; the first host of each connected set is the reference.
+
+    Args:
+        meetings: `instance`, `host`, `end_ns`: ends of joined collectives of `ENDS_TOGETHER`.
+        hosts: Every host, the reference first.
+    """
+    # medians of differences: times since 1970 are too large for their nanoseconds to survive as floating point numbers
+    earliest = pl.col("end_ns").min()
+    ends = meetings.group_by("instance", "host").agg(earliest + (pl.col("end_ns") - earliest).median().cast(pl.Int64))
+    by_host = {
+        str(name[0]): dict(zip(frame["instance"].to_list(), frame["end_ns"].to_list(), strict=True))
+        for name, frame in ends.group_by("host")
+    }
+    clocks: dict[str, HostClock] = {}
+    for first in hosts:
+        if first in clocks:
+            continue
+        # how far the ranks of the host disagree about the ends
+        apart = (
+            meetings.filter(pl.col("host") == first)
+            .group_by("instance")
+            .agg((pl.col("end_ns").max() - pl.col("end_ns").min()).alias("apart"), pl.len())
+        )
+        several = apart.filter(pl.col("len") > 1)["apart"].to_numpy()
+        residual = _usual(several) if len(several) else None
+        clocks[first] = HostClock(residual_ns=residual, meetings=len(by_host.get(first, {})))
+        # every host that shares meetings with one that is fitted, those with most meetings first
+        on_job_clock: dict[int, list[int]] = defaultdict(list)
+        host = first
+        while True:
+            own_ends = by_host.get(host, {})
+            times = clocks[host].corrected(np.array(list(own_ends.values()), dtype=np.int64))
+            for key, time in zip(own_ends, times.tolist(), strict=True):
+                on_job_clock[key].append(time)
+            shared = [
+                (len(by_host[other].keys() & on_job_clock.keys()), other)
+                for other in hosts
+                if other not in clocks and other in by_host
+            ]
+            most, host = max(shared, default=(0, ""), key=lambda pair: pair[0])
+            if not most:
+                break
+            common = sorted(by_host[host].keys() & on_job_clock.keys())
+            job_ends = np.array([_middle(np.array(on_job_clock[key], dtype=np.int64)) for key in common])
+            clocks[host] = _fit(np.array([by_host[host][key] for key in common], dtype=np.int64), job_ends)
+    return clocks
+
+
+def _fit(own_ends: Ints, job_ends: Ints) -> HostClock:
+    """The correction that makes the ends of a host those of the job."""
+    order = np.argsort(own_ends, kind="stable")
+    own_ends, job_ends = own_ends[order], job_ends[order]
+    offsets = job_ends - own_ends
+    offset = _middle(offsets)
+    left = np.abs(offsets - offset)
+    residual = _usual(left)
+    since = int(own_ends[0])
+    # the Theil-Sen slope, where the meetings are not too few or too close
+    drift = 0.0
+    if len(own_ends) >= _FOR_DRIFT and own_ends[-1] - since >= _DRIFT_SPAN_NS:
+        chosen = np.unique(np.linspace(0, len(own_ends) - 1, min(len(own_ends), _MOST_PAIRS)).astype(np.int64))
+        x, y = (own_ends - since).astype(np.float64)[chosen], (offsets - offset).astype(np.float64)[chosen]
+        first, second = np.triu_indices(len(x), 1)
+        wide = x[second] - x[first] > 0
+        if wide.any():
+            drift = float(np.median((y[second] - y[first])[wide] / (x[second] - x[first])[wide]))
+    if drift:
+        drifted = offsets - np.floor(drift * (own_ends - since)).astype(np.int64)
+        drifted_offset = _middle(drifted)
+        drifted_left = np.abs(drifted - drifted_offset)
+        # A drift that explains little is chance: it would bend every time for nothing.
+        if np.median(drifted_left) < 0.5 * np.median(left):
+            return HostClock(drifted_offset, drift, since, _usual(drifted_left), len(own_ends))
+    # An offset within the noise of its own measurement is none: ranks of one machine share a clock.
+    if abs(offset) <= residual and len(own_ends) > 1:
+        return HostClock(0, 0.0, 0, _usual(np.abs(offsets)), len(own_ends))
+    return HostClock(offset, 0.0, 0, residual, len(own_ends))
+
+
+def _middle(times: Ints) -> int:
+    """The median of times of any size, halves towards 0."""
+    low, high = (int(np.partition(times, at)[at]) for at in ((times.size - 1) // 2, times.size // 2))
+    return (low + high) // 2 if low + high >= 0 else -(-(low + high) // 2)
+
+
+def _usual(differences: Ints) -> int:
+    return int(np.percentile(differences, 95)) if len(differences) else 0
+
+
+FROM_ROOT = ("broadcast", "scatter")
+TO_ROOT = ("reduce", "gather")
+_JITTER = 1.5  # of what a transfer usually takes: one that takes no longer has waited for nobody
+_ALIKE = ["kind", "in_bytes", "group", "group_size", "name"]  # operations that should take equally long
+_LINKS = ["pattern", "group", "group_size"]  # those that go the same way
+
+
+def add_rendezvous(graph: Graph, evidence: list[str | None]) -> Graph:
+    """Add the nodes and edges by which communications wait for their peers.
+
+    Args:
+        graph: All ranks, with `instance` set in `communication` where parts were joined.
+        evidence: Of the join, per row of `communication`.
+    """
+    if not graph.communication.height:
+        return graph
+    parts = _communication_nodes(graph, evidence)
+    # one row per operation that has, or must have had, several parts
+    sender_start = pl.col("from").filter(pl.col("gives"))
+    meetings = (
+        parts.group_by("key", maintain_order=True)
+        .agg(
+            sender_start.max().fill_null(pl.col("from").min()).alias("start"),
+            (pl.col("expected").max() - pl.len()).clip(lower_bound=0).alias("missing"),
+            pl.len().alias("parts"),
+            pl.col("kind", "group", "in_bytes", "group_size", "rank", "evidence", "name").first(),
+            pl.col("to").min().alias("earliest_end"),
+        )
+        .filter((pl.col("parts") > 1) | (pl.col("missing") > 0))
+    )
+    if not meetings.height:
+        return replace(graph, coverage=_coverage(graph, parts))
+    first = graph.nodes.height
+    meetings = meetings.with_columns((pl.int_range(pl.len(), dtype=pl.Int64) + first).alias("meeting"))
+    parts = parts.join(
+        meetings.select("key", "meeting", "start", "missing"), on="key", how="left", maintain_order="left"
+    )
+    arrivals = meetings.filter(pl.col("missing") > 0).with_columns(
+        (pl.int_range(pl.len(), dtype=pl.Int64) + first + meetings.height).alias("arrival")
+    )
+    arrivals = _arrival_times(arrivals, parts)
+    # Into an arrival from the start of the last recorded part, and on to the meeting. Peers of which nothing is known
+    # are taken to do as we do: if we come earlier, so do they, and what we waited for them stays. The other assumption,
+    # that they keep their pace, would nail a graph of few ranks to measured times.
+    last = parts.sort("from", descending=True, maintain_order=True).group_by("key").agg(pl.col("node").first())
+    assumed, no_slack = pl.lit("assumed").alias("evidence"), pl.lit(0).alias("slack")
+    arrival = arrivals.join(last, on="key", how="left", maintain_order="left")
+    arrive = arrival.select(pl.col("node").alias("source"), pl.col("arrival").alias("target"), assumed, no_slack)
+    onward = arrival.select(pl.col("arrival").alias("source"), pl.col("meeting").alias("target"), assumed, no_slack)
+    timed = meetings.join(arrivals.select("key", "at"), on="key", how="left", maintain_order="left")
+    timed = timed.with_columns(pl.max_horizontal("start", "at").alias("met"))
+    met = _points(gs.RENDEZVOUS, timed, "meeting", "met")
+    nodes = pl.concat([graph.nodes, met, _points(gs.ARRIVAL, arrivals, "arrival", "at")])
+    into = parts.filter(pl.col("meeting").is_not_null() & pl.col("gives")).select(
+        pl.col("node").alias("source"), pl.col("meeting").alias("target"), "evidence", pl.lit(0).alias("slack")
+    )
+    when = met.select(pl.col("node").cast(pl.Int64).alias("meeting"), "start_ns")
+    out_of = (
+        parts.filter(pl.col("meeting").is_not_null() & pl.col("takes"))
+        .join(when, on="meeting", how="left", maintain_order="left")
+        .select(
+            pl.col("meeting").alias("source"),
+            pl.col("node").alias("target"),
+            "evidence",
+            (pl.col("to") - pl.col("start_ns")).alias("slack"),
+        )
+    )
+    edges = pl.concat(
+        [
+            graph.edges,
+            _edges(into, from_end=False, to_end=False),
+            _edges(out_of, from_end=True, to_end=True),
+            _edges(arrive, from_end=False, to_end=False),
+            _edges(onward, from_end=True, to_end=False),
+        ]
+    )
+    return replace(graph, nodes=nodes, edges=edges, coverage=_coverage(graph, parts))
+
+
+def _communication_nodes(graph: Graph, evidence: list[str | None]) -> pl.DataFrame:
+    """One row per communication node: times, which operation, whom it waits for, whether others wait for it."""
+    nodes = graph.nodes.select("rank", "name", "start_ns", "duration_ns")[graph.communication["node"]]
+    parts = graph.communication.with_columns(
+        pl.Series("evidence", evidence, dtype=pl.String),
+        *nodes.select(
+            "rank", "name", pl.col("start_ns").alias("from"), (pl.col("start_ns") + pl.col("duration_ns")).alias("to")
+        ),
+    )
+    alone = pl.col("instance").is_null()
+    own = pl.int_range(pl.len(), dtype=pl.Int64)
+    root = pl.col("peer").is_not_null() & (pl.col("peer") == pl.col("rank"))
+    gives = ~pl.col("kind").fill_null("").is_in(FROM_ROOT) | root | pl.col("peer").is_null()
+    takes = ~pl.col("kind").fill_null("").is_in(TO_ROOT) | root | pl.col("peer").is_null()
+    return parts.with_columns(
+        pl.when(alone).then(-1 - own).otherwise("instance").alias("key"),
+        pl.when(alone).then(1).otherwise(pl.len().over("instance")).alias("present"),
+        gives.alias("gives"),
+        # The root of a broadcast goes ahead; a member of a reduce hands in its part and goes on.
+        (takes & ~(pl.col("kind").fill_null("").is_in(FROM_ROOT) & root)).alias("takes"),
+    ).with_columns(
+        pl.when(pl.col("kind").is_in(["send", "receive"]))
+        .then(2)
+        .otherwise(pl.max_horizontal(pl.coalesce("group_size", pl.lit(graph.world_size), "present"), "present"))
+        .alias("expected")
+    )
+
+
+def _arrival_times(arrivals: pl.DataFrame, parts: pl.DataFrame) -> pl.DataFrame:
+    """When the unrecorded peers must have come: the end, less the time that such an operation takes alone.
+
+    That is the lower quartile of what operations of its kind, size, group and name took after the last recorded part
+    came: some of them waited for nobody. The shortest one would take every jitter of the transfer for waiting. Where
+    all of them waited, as at the first communication of a step for a peer that always begins late, other sizes in the
+    same group know better: a transfer takes no longer than a larger one, nor longer per byte than a smaller one.
+    """
+    took = pl.col("to") - pl.max_horizontal("from", "start")
+    size = pl.max_horizontal("in_bytes", "out_bytes").max().alias("size")
+    usual = parts.group_by(_ALIKE).agg(took.quantile(0.25, "lower").cast(pl.Int64).alias("transfer"), size)
+    pattern = pl.col("kind").replace({"reduce_scatter": "all_gather"})  # the same ring, with and without arithmetic
+    sized = (
+        usual.filter(pl.col("size") > 0, pl.col("transfer") >= 0)
+        .with_columns(pattern.alias("pattern"))
+        .sort("size")
+        .with_columns(
+            (pl.col("transfer") / pl.col("size")).cum_min().over(_LINKS).alias("per_byte"),
+            pl.col("transfer").cum_min(reverse=True).over(_LINKS).alias("larger"),
+        )
+    )
+    least = pl.min_horizontal("larger", (pl.col("per_byte") * pl.col("size")).ceil().cast(pl.Int64))
+    unsized = usual.filter(~((pl.col("size") > 0) & (pl.col("transfer") >= 0)).fill_null(value=False))
+    columns = [*_ALIKE, "transfer"]
+    transfers = pl.concat([sized.with_columns(least.alias("transfer")).select(columns), unsized.select(columns)])
+    timed = arrivals.join(transfers, on=_ALIKE, how="left", nulls_equal=True, maintain_order="left")
+    # Never before the last recorded part: what came earlier held nothing back.
+    latest = parts.group_by("key").agg(pl.col("from").max().alias("latest"))
+    last = pl.max_horizontal("start", "latest")
+    waited = pl.col("earliest_end") - last > _JITTER * pl.col("transfer")
+    at = pl.max_horizontal(pl.col("earliest_end") - pl.col("transfer").clip(lower_bound=0), last)
+    return timed.join(latest, on="key", how="left", maintain_order="left").with_columns(
+        pl.when(waited).then(at).otherwise(last).alias("at")
+    )
+
+
+def _filled(name: str, frame: pl.DataFrame) -> pl.DataFrame:
+    schema = gs.GRAPH_SCHEMAS[name]
+    missing = [pl.lit(None).alias(column) for column in schema if column not in frame.columns]
+    return frame.with_columns(missing).pipe(cast_to_schema, schema)
+
+
+def _points(kind: str, frame: pl.DataFrame, number: str, time: str) -> pl.DataFrame:
+    return _filled(
+        "nodes",
+        frame.select(
+            pl.col(number).alias("node"),
+            pl.lit(kind).alias("kind"),
+            "rank",
+            (pl.col("kind").fill_null("communication") + pl.lit(" ") + pl.col("group").fill_null(""))
+            .str.strip_chars()
+            .alias("name"),
+            pl.col(time).alias("start_ns"),
+            pl.lit(0).alias("duration_ns"),
+            pl.lit(0).alias("work_ns"),
+            pl.lit(0).alias("residual_ns"),
+            pl.col("in_bytes").alias("bytes"),
+        ),
+    )
+
+
+def _edges(frame: pl.DataFrame, *, from_end: bool, to_end: bool) -> pl.DataFrame:
+    """Edges from `source`, `target`, `slack`, `evidence`; until it is calibrated, none asks for more than it got."""
+    return _filled(
+        "edges",
+        frame.select(
+            "source",
+            "target",
+            pl.lit("rendezvous").alias("kind"),
+            pl.col("evidence").fill_null("assumed"),
+            pl.lit(from_end).alias("from_end"),
+            pl.lit(to_end).alias("to_end"),
+            pl.min_horizontal(pl.lit(0), "slack").alias("delay_ns"),
+            pl.lit(0).alias("residual_ns"),
+        ),
+    )
+
+
+def _coverage(graph: Graph, parts: pl.DataFrame) -> pl.DataFrame:
+    """What became of the communication of each rank."""
+    joined = pl.format("joined over {} ranks", pl.col("present"))
+    unrecorded = (
+        pl.when(pl.col("expected") > 1)
+        .then(pl.lit("peers not recorded or not joined"))
+        .otherwise(pl.lit("alone in its group"))
+    )
+    outcome = pl.when(pl.col("present") > 1).then(joined).otherwise(unrecorded)
+    counted = (
+        parts.with_columns(outcome.alias("outcome"))
+        .group_by("rank", "outcome", maintain_order=True)
+        .agg(pl.len().alias("count"), (pl.col("to") - pl.col("from")).sum().alias("time_ns"))
+        .with_columns(pl.lit("collectives").alias("subject"))
+    )
+    return pl.concat([graph.coverage, _filled("coverage", counted)])
+
+
+# Frames whose rows point to nodes, and with which columns.
+_POINTING = {"edges": ("source", "target"), "communication": ("node",), "transfers": ("node",)}
+
+
+def join_ranks(parts: Sequence[Graph], name: str = "") -> Graph:
+    """Join the graphs of single ranks.
+
+    Times become those of one clock, starting at 0. Parts of a collective on several ranks get one `instance` and meet
+    in a `rendezvous` node; peers that were not recorded are an `arrival`, assumed.
+
+    Args:
+        parts: One uncalibrated graph per rank, at least one.
+        name: What to call the result.
+
+    Returns:
+        The uncalibrated graph of the job.
+    """
+    own_ranks = [part.ranks["rank"][0] if part.ranks.height else None for part in parts]
+    free = iter(number for number in range(2 * len(parts)) if number not in own_ranks)
+    # a part that does not state its rank gets the lowest free one
+    ranks = [next(free) if rank is None else rank for rank in own_ranks]
+    parts = [_ranked(part, rank) for part, rank in zip(parts, ranks, strict=True)]
+    first_epoch = min(part.epoch_ns for part in parts)
+    # a rank that does not state its host may have a clock of its own
+    hosts = [part.ranks["host"][0] or f"rank {number}" for number, part in enumerate(parts)]
+    # the communication of all ranks in one frame, in the order of the parts, on a common epoch
+    frames = []
+    for number, (part, host) in enumerate(zip(parts, hosts, strict=True)):
+        nodes = part.nodes[["rank", "start_ns", "duration_ns"]][part.communication["node"]]
+        start = nodes["start_ns"] + (part.epoch_ns - first_epoch)
+        frames.append(
+            part.communication.with_columns(
+                nodes["rank"],
+                start,
+                pl.lit(number).alias("part"),
+                (start + nodes["duration_ns"]).alias("end_ns"),
+                pl.lit(host).alias("host"),
+            )
+        )
+    communication = pl.concat(frames)
+    joined = match_parts(communication)
+    ends = communication.with_columns(pl.Series("instance", joined.instance)).filter(
+        (pl.col("instance") >= 0) & pl.col("kind").is_in(ENDS_TOGETHER)
+    )
+    fitted = fit_clocks(ends.select("instance", "host", "end_ns"), list(dict.fromkeys(hosts)))
+    clocks = [fitted[host] for host in hosts]
+    merged = _merged(parts, first_epoch, clocks, name)
+    together, doubts = _add_meetings(merged, joined)
+    notices = [*merged.notices, *joined.notices, *doubts]
+    moved = [clock for clock in clocks if clock.offset_ns or clock.drift]
+    if moved:
+        worst = max(abs(clock.offset_ns) for clock in moved)
+        left = max(clock.residual_ns or 0 for clock in moved)
+        text = (
+            f"the clocks of {len(moved)} ranks were corrected by up to {worst / 1e6:.3f} ms, fitted on the ends of "
+            f"collectives; {left / 1e3:.1f} us remain"
+        )
+        notices.append(Notice("clocks-corrected", "info", text, len(moved)))
+    return replace(together, notices=tuple(notices))
+
+
+def _ranked(part: Graph, rank: int) -> Graph:
+    """A part with its rank; the given one, with a notice, where it has none."""
+    if part.ranks.height and part.ranks["rank"][0] is not None:
+        return part
+    named = pl.lit(rank, dtype=pl.Int32).alias("rank")
+    ranks = part.ranks
+    if not ranks.height:
+        values = {"window_start_ns": 0, "window_end_ns": part.end_ns, "clock_offset_ns": 0, "clock_drift": 0.0}
+        schema = GRAPH_SCHEMAS["ranks"]
+        ranks = pl.DataFrame([{column: values.get(column) for column in schema}], schema=schema)
+    notice = Notice("rank-assumed", "info", f"the trace does not say its rank; it is taken as rank {rank}")
+    return replace(
+        part,
+        ranks=ranks.with_columns(named),
+        notices=(*part.notices, notice),
+        **{name: getattr(part, name).with_columns(named) for name in ("nodes", "lanes", "host_ops", "coverage")},
+    )
+
+
+def _add_meetings(merged: Graph, joined: MatchedParts) -> tuple[Graph, list[Notice]]:
+    """The graph with its meetings; wrongly joined ones show in ranks that wait for each other in a circle.
+
+    Then what was joined by the order of names is not, and in the end nothing is: what does not meet is ordered as each
+    rank is.
+    """
+    by_number = np.array([basis == "measured" for basis in joined.evidence], dtype=np.bool_)
+    for kept in (np.ones_like(by_number), by_number, np.zeros_like(by_number)):
+        instance = np.where(kept, joined.instance, -1)
+        numbers = pl.Series("instance", instance).replace(-1, None).cast(pl.Int64)
+        communication = merged.communication.with_columns(numbers)
+        graph = add_rendezvous(replace(merged, communication=communication), joined.evidence)
+        if not (instance >= 0).any() or acyclic(graph.nodes.height, *points(graph)):
+            break
+    dropped = int((joined.instance >= 0).sum() - (instance >= 0).sum())
+    if not dropped:
+        return graph, []
+    text = (
+        f"{dropped} parts of communications, joined between ranks, would wait for each other in a circle; "
+        "they are not joined (the traces do not show one and the same run, or their order cannot be determined)"
+    )
+    return graph, [Notice("collectives-circle", "warning", text, dropped)]
+
+
+def _merged(parts: Sequence[Graph], epoch: int, clocks: list[HostClock], name: str) -> Graph:
+    """All ranks in one graph, on one clock."""
+    frames: dict[str, list[pl.DataFrame]] = {key: [] for key in GRAPH_SCHEMAS}
+    nodes = lanes = 0
+    notices: list[Notice] = []
+    for part, clock in zip(parts, clocks, strict=True):
+        for key, frame in part.frames().items():
+            frames[key].append(_moved(key, frame, (nodes, lanes), part.epoch_ns - epoch, clock))
+        nodes += part.nodes.height
+        lanes += part.lanes.height
+        notices += [notice.of_rank(part.ranks["rank"][0]) for notice in part.notices]
+    whole = {key: pl.concat(several) for key, several in frames.items()}
+    worlds = [part.world_size for part in parts if part.world_size is not None]
+    merged = Graph(
+        **whole,
+        name=name or parts[0].name,
+        epoch_ns=epoch,
+        world_size=max(worlds, default=None),
+        stage=parts[0].stage,
+        notices=tuple(notices),
+    )
+    # A correction may have moved the first node away from 0.
+    first = int(merged.nodes["start_ns"].min()) if merged.nodes.height else 0  # type: ignore[arg-type]
+    if not first:
+        return merged
+    return replace(
+        merged,
+        nodes=merged.nodes.with_columns(pl.col("start_ns") - first),
+        ranks=merged.ranks.with_columns(pl.col("window_start_ns") - first, pl.col("window_end_ns") - first),
+        epoch_ns=merged.epoch_ns + first,
+    )
+
+
+def _moved(key: str, frame: pl.DataFrame, before: tuple[int, int], shift: int, clock: HostClock) -> pl.DataFrame:
+    """A frame of one rank with the numbers and times of the job; `before`: nodes and lanes of the ranks before it."""
+    nodes, lanes = before
+    if not frame.height or (key != "ranks" and not (nodes or lanes or shift or clock.offset_ns or clock.drift)):
+        return frame
+    lane = (pl.col("lane") + lanes).cast(pl.UInt32)
+    if key == "nodes":
+        start = frame["start_ns"].to_numpy() + shift
+        end = clock.corrected(start + frame["duration_ns"].to_numpy())
+        start = clock.corrected(start)
+        # The work is measured on the rank's clock; a drift of the clock must not make it longer than the node.
+        work = np.minimum(frame["work_ns"].to_numpy(), end - start)
+        return frame.with_columns(
+            pl.Series("start_ns", start),
+            pl.Series("duration_ns", end - start),
+            pl.Series("work_ns", work),
+            (pl.col("node") + nodes).cast(pl.UInt32),
+            lane,
+        )
+    if key == "lanes":
+        return frame.with_columns(lane)
+    if key == "ranks":
+        window = [
+            pl.Series(column, clock.corrected(frame[column].to_numpy() + shift))
+            for column in ("window_start_ns", "window_end_ns")
+        ]
+        return frame.with_columns(
+            *window,
+            pl.lit(clock.offset_ns, dtype=pl.Int64).alias("clock_offset_ns"),
+            pl.lit(clock.drift, dtype=pl.Float64).alias("clock_drift"),
+            pl.lit(clock.residual_ns, dtype=pl.Int64).alias("clock_residual_ns"),
+        )
+    columns = _POINTING.get(key, ())
+    return frame.with_columns((pl.col(column) + nodes).cast(pl.UInt32) for column in columns) if columns else frame

@@ -1,0 +1,168 @@
+"""The law: a graph must give back the measured times from works and delays alone, nothing pinned to its start.
+
+Two errors are told. With residuals the measurement must come back to the nanosecond: that proves the evaluation, not
+the graph. With nothing but the delay of each edge's class the window should come back within 2 %: that is the honest
+error, which says what the edges explain. The residuals' share of the critical path says what they do not, and the
+assumed share what is only taken as given.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from traceloom.graph.critical_path import Path, critical_path, parts, unexplained
+from traceloom.graph.evaluate import Plan
+from traceloom.graph.graph import Graph, OfLast, plain, point_times
+from traceloom.system import units
+from traceloom.trace.frames import Result
+
+HONEST = 0.02  # of the window
+POINTS = 0.05  # of the window
+_SAMPLE = 2_000_000  # points at most that the usual error is taken from
+_LONG = 60  # letters of a name in a sentence
+
+
+@dataclass(frozen=True)
+class Law(Result):
+    """What re-timing a graph gave.
+
+    Attributes:
+        sentence: The verdict.
+        holds: Exact with residuals, and within `HONEST` without.
+        window_ns: From the first to the last point, as measured.
+        exact_error_ns: Largest difference of any point, with residuals.
+        honest_error_ns: Difference of the window, with class delays alone.
+        honest_error: The same as a fraction of the window.
+        point_error_ns: What 95 % of all points are off by at most, with class delays alone: the window may come back
+            while what happens within it does not.
+        point_error: The same as a fraction of the window.
+        points_hold: Exact with residuals, and points within `POINTS` without: what rests on single moments can be
+            trusted.
+        residual_ns: Residuals on the critical path.
+        residual_share: The same as a fraction of the window.
+        assumed_ns: Delays of `assumed` edges on the critical path: what is taken as given without being recorded.
+        assumed_share: The same as a fraction of the window.
+        pass_ns: Processor time of one evaluation.
+        ranks: `rank`, `window_ns`, `exact_error_ns` (largest of its points), `honest_error_ns` (of its last point) and
+            `honest_error` (fraction of its window) of each rank.
+        path: What the critical path consists of: `what`, `kind`, `count`, `time_ns`; the times add up to the window.
+        unexplained: The largest residuals on it: `time_ns`, `kind`, `node`, `name`, `rank`, `start_ns`.
+    """
+
+    sentence: str
+    holds: bool
+    window_ns: int
+    exact_error_ns: int
+    honest_error_ns: int
+    honest_error: float
+    point_error_ns: int
+    point_error: float
+    points_hold: bool
+    residual_ns: int
+    residual_share: float
+    assumed_ns: int
+    assumed_share: float
+    pass_ns: int
+    ranks: pl.DataFrame
+    path: pl.DataFrame
+    unexplained: pl.DataFrame
+
+
+_KNOWN: OfLast[Law] = OfLast()
+
+
+def law(graph: Graph, plan: Plan | None = None) -> Law:
+    """Evaluate a calibrated graph with and without residuals, and walk its critical path.
+
+    That of the graph asked for last is remembered.
+
+    Args:
+        graph: A calibrated graph.
+        plan: Of that graph, where there is one already.
+    """
+    remembered = _KNOWN.of(graph)
+    if remembered is not None:
+        return remembered
+    measured = point_times(graph)
+    plan = plan or Plan(graph)
+    started = time.thread_time_ns()  # other threads may be writing the graph
+    exact = plan.evaluate()
+    pass_ns = time.thread_time_ns() - started
+    honest = plan.evaluate(residuals=False)
+    path = critical_path(graph) if measured.size else Path(*(np.zeros(0, dtype=np.int64),) * 2, -1, -1)
+    consists = parts(graph, path) if measured.size else _NO_PARTS
+    largest = unexplained(graph, path)
+    window = int(np.ptp(measured)) if measured.size else 0
+    residual = int(consists.filter(pl.col("what") == "residual")["time_ns"].sum())
+    on_path = graph.edges.select("evidence", "delay_ns")[path.edges]
+    assumed = int(on_path.filter(pl.col("evidence") == "assumed")["delay_ns"].sum())
+    exact_error = int(np.abs(exact - measured).max(initial=0))
+    honest_error = int(honest.max() - measured.max()) if measured.size else 0
+    fraction = honest_error / max(window, 1)
+    sample = slice(None, None, measured.size // _SAMPLE + 1)
+    points = int(np.percentile(np.abs(plain(honest[sample]) - plain(measured[sample])), 95)) if measured.size else 0
+    off = points / max(window, 1)
+    off_ns = np.abs(exact - measured)
+    by_rank = graph.nodes.select("rank").with_columns(
+        pl.Series("start", measured[0::2]),
+        pl.Series("end", measured[1::2]),
+        pl.Series("honest", honest[1::2]),
+        pl.Series("off", np.maximum(off_ns[0::2], off_ns[1::2])),
+    ).drop_nulls("rank").group_by("rank")  # fmt: skip
+    ranks = by_rank.agg(
+        (pl.col("end").max() - pl.col("start").min()).alias("window_ns"),
+        pl.col("off").max().alias("exact_error_ns"),
+        (pl.col("honest").max() - pl.col("end").max()).alias("honest_error_ns"),
+    ).sort("rank")
+    result = Law(
+        sentence=_sentence(exact_error, (fraction, off), window, residual, assumed, largest),
+        holds=exact_error == 0 and abs(fraction) <= HONEST,
+        window_ns=window,
+        exact_error_ns=exact_error,
+        honest_error_ns=honest_error,
+        honest_error=fraction,
+        point_error_ns=points,
+        point_error=off,
+        points_hold=exact_error == 0 and off <= POINTS,
+        residual_ns=residual,
+        residual_share=residual / max(window, 1),
+        assumed_ns=assumed,
+        assumed_share=assumed / max(window, 1),
+        pass_ns=pass_ns,
+        ranks=ranks.with_columns((pl.col("honest_error_ns") / pl.max_horizontal("window_ns", 1)).alias("honest_error")),
+        path=consists,
+        unexplained=largest,
+    )
+    return _KNOWN.put(graph, result)
+
+
+_NO_PARTS = pl.DataFrame(schema={"what": pl.String, "kind": pl.String, "count": pl.Int64, "time_ns": pl.Int64})
+
+
+def _sentence(  # noqa: PLR0917  (the figures in the order in which they are told)
+    exact_error: int, errors: tuple[float, float], window: int, residual: int, assumed: int, largest: pl.DataFrame
+) -> str:
+    exact = "exactly" if not exact_error else f"but for {units.duration(exact_error)}"
+    fraction, points = errors
+    honest = f"{fraction:+.2%}".replace("%", " %")
+    ok = "" if abs(fraction) <= HONEST else " (more than the 2 % at which it can be trusted)"
+    within = f", and 95 % of what happens within {units.share(points, 1)} of its time"
+    within += "" if points <= POINTS else " (more than the 5 % at which single moments can be trusted)"
+    share = residual / max(window, 1)
+    clauses = [
+        f"Re-timed without any measured start, the {units.duration(window)} come back {exact}",
+        f"with the usual delay of each kind of edge alone {honest}{ok}{within}",
+        f"unexplained delays are {units.share(share, 1)} of the critical path",
+    ]
+    if share > HONEST and largest.height:
+        first = largest.row(0, named=True)
+        name = "".join(letter if letter.isprintable() else " " for letter in first["name"] or "")
+        short = name if len(name) <= _LONG else f"{name[: _LONG - 1]}…"
+        clauses[-1] += f", of which {units.duration(first['time_ns'])} before `{short}` ({first['kind']})"
+    if assumed > HONEST * window:
+        clauses.append(f"{units.share(assumed / max(window, 1), 1)} of it are waits for what was not recorded")
+    return "; ".join(clauses) + "."

@@ -1,0 +1,450 @@
+"""Files or a session -> one calibrated graph."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import polars as pl
+from msgspec import Struct, field
+
+from traceloom.errors import InputError, UsageError
+from traceloom.formats import Cache
+from traceloom.formats.alignment import same_ops, timed_ops
+from traceloom.formats.host_trace import read_host_trace
+from traceloom.formats.kineto import read_kineto
+from traceloom.formats.loading import ReadProgress, Report, fetch_remote, read_all
+from traceloom.graph import calibrate
+from traceloom.graph.graph import Graph
+from traceloom.graph.host_match import Matching, match
+from traceloom.graph.inputs import AnyPath, Window, find_inputs
+from traceloom.graph.job import join_ranks
+from traceloom.graph.rank import link_rank
+from traceloom.system.files import restore_addresses
+from traceloom.system.process import trim_memory
+from traceloom.trace.array_types import Ints
+from traceloom.trace.arrays import NO_ROW, column_of, row_numbers, to_series
+from traceloom.trace.notice import Notice
+from traceloom.trace.session import Session
+from traceloom.trace.storage import MappedFiles, is_large_session
+from traceloom.trace.trace import HostTrace, Trace, empty
+from traceloom.trace.vocabulary import COMMAND, GPU_WORK
+
+Say = Callable[[str], None]
+
+_LEAST = 0.5  # of the ops of the timed steps; below, the graph step is no picture of them
+
+
+@dataclass(frozen=True, slots=True)
+class Linked:
+    """What linking gave.
+
+    Attributes:
+        graph: All ranks, calibrated.
+        refused: One notice (`refused-input`) per file that could not be used; the command exits with 4 then.
+    """
+
+    graph: Graph
+    refused: tuple[Notice, ...] = ()
+
+
+def link(*paths: AnyPath, window: Window = "timed", cache: bool = True, progress: Say | None = None) -> Linked:
+    """Link host and device traces of the ranks of one run into one graph.
+
+    Args:
+        paths: A capture, directories, or files in any order; what each is, is told by its content. Device traces alone
+            are enough, but say less.
+        window: Of a capture: the `timed` steps, with details of the host trace carried over by the order of ops; or
+            the `graph` step, in which every op is known by its id, but which was slowed down by observing it.
+        cache: Look into the cache of read traces, and fill it.
+        progress: Told in words what is being done.
+
+    Returns:
+        The graph, with delays calibrated, and the files that were refused.
+
+    Raises:
+        UsageError: `several-runs`, `no-inputs`.
+        InputError: Nothing given is a device trace; `host-mismatch`: a host trace is of another run.
+
+    Example:
+        >>> import traceloom
+        >>> graph = traceloom.graph.link("run").graph  # doctest: +SKIP
+    """
+    say: Say = progress or (lambda _: None)
+
+    def tell(reading: ReadProgress) -> None:
+        part = f" {reading.done_bytes * 100 // reading.total_bytes} %" if reading.total_bytes else ""
+        say(f"reading{part}")
+
+    say("reading")
+    loaded = load_ranks(*paths, window=window, cache=cache, progress=tell)
+    trim_memory()
+    # not before: what is refused needs nothing of it
+    from traceloom.graph import calibrate
+    from traceloom.graph.job import join_ranks
+    from traceloom.graph.rank import link_rank
+
+    parts = []
+    for number, loaded_rank in enumerate(loaded.ranks, 1):
+        say(f"linking rank {loaded_rank.rank} ({number} of {len(loaded.ranks)})")
+        parts.append(link_rank(loaded_rank.trace, loaded_rank.matching))
+        trim_memory()
+    say("joining ranks and calibrating")
+    refused = tuple(
+        Notice("refused-input", "error", f"refused: {error}", where=error.where) for error in loaded.refused
+    )
+    trim_memory()
+    graph = calibrate(join_ranks(parts, loaded.name))
+    trim_memory()
+    return Linked(replace(graph, notices=(*loaded.notices, *refused, *graph.notices)), refused)
+
+
+class LoadedRank(Struct, frozen=True):
+    """One rank, read and matched.
+
+    Attributes:
+        rank: The rank.
+        trace: The device trace.
+        matching: Its host trace joined to it; None without one.
+    """
+
+    rank: int
+    trace: Trace
+    matching: Matching | None
+
+
+class LoadedRanks(Struct):
+    """All ranks.
+
+    Attributes:
+        name: What the user gave.
+        ranks: Ascending.
+        notices: What is missing or left out.
+        refused: Files that could not be used.
+    """
+
+    name: str
+    ranks: list[LoadedRank] = field(default_factory=list)
+    notices: list[Notice] = field(default_factory=list)
+    refused: list[InputError] = field(default_factory=list)
+
+
+def load_ranks(
+    *paths: AnyPath, window: Window = "timed", cache: bool = True, progress: Report | None = None
+) -> LoadedRanks:
+    """Read the traces of one run and join host and device traces.
+
+    Args:
+        paths: As for `traceloom.graph.inputs.find_inputs`.
+        window: Of a capture, what to link.
+        cache: Look into the cache of read traces, and fill it.
+        progress: Told how far the reading is.
+
+    Raises:
+        UsageError, InputError: As `find_inputs`; `host-mismatch` where a host trace that was given belongs to another
+            process; the refusal of the only device trace.
+    """
+    inputs = find_inputs(*fetch_remote(paths, cache=cache), window=window)
+    out = LoadedRanks(restore_addresses(inputs.name), notices=list(inputs.notices), refused=list(inputs.refused))
+    # Host traces first: a device trace may be decoded beside until then (see `traceloom.formats.ahead`).
+    hosts: list[HostTrace | InputError | None] = []
+    for rank_input in inputs.ranks:
+        try:
+            host = rank_input.host
+            hosts.append(None if host is None else read_host_trace(host.path, capture=host.entry))
+        except InputError as error:  # noqa: PERF203  (few)
+            hosts.append(error)
+    devices = read_all(
+        [rank_input.device for rank_input in inputs.ranks], cache=Cache() if cache else None, report=progress
+    )
+    for rank_input, host_trace, trace in zip(inputs.ranks, hosts, devices, strict=True):
+        if isinstance(trace, InputError):
+            out.refused.append(trace)
+            continue
+        rank, host, graph_step = rank_input.rank, rank_input.host, rank_input.graph_step
+        matching = None
+        try:
+            if isinstance(host_trace, InputError):
+                raise host_trace
+            if host_trace is not None and graph_step is None:
+                matching = match(trace, host_trace)
+            elif host_trace is not None and graph_step is not None:  # joined over the graph step of a capture
+                step = read_kineto(graph_step.path, capture=graph_step.entry)
+                matching = _carried(trace, step, match(step, host_trace))
+        except InputError as error:
+            if host is None or host.capture is None:  # the user gave it
+                raise
+            text = f"the host trace of rank {rank} is left out: {error}"
+            out.notices.append(Notice("host-trace-unused", "warning", text, rank=rank, where=str(host.path)))
+        out.ranks.append(LoadedRank(rank, trace, matching))
+    if not out.ranks:
+        raise out.refused[0]
+    return out
+
+
+def _carried(timed: Trace, graph: Trace, matching: Matching) -> Matching:
+    """Give every op of the timed steps the host op that the same op of the graph step has.
+
+    Host ops and the graph step are joined by ids, the graph step and each timed step by the order of names.
+
+    Args:
+        timed: The trace of the timed window.
+        graph: The trace of the graph step, of the same process.
+        matching: The host trace joined to the graph step.
+
+    Returns:
+        The host trace joined to the timed steps; its outcomes are those of the graph step. Evidence is `inferred`.
+    """
+    same = same_ops(timed, graph, matching.host_op >= 0)
+    host_op = np.where(same >= 0, matching.host_op[same], -1)
+    matched, all_ops = int((host_op >= 0).sum()), int(timed_ops(timed).sum())
+    carried = replace(
+        matching,
+        host_op=host_op,
+        exact=False,
+        carried=(matched, all_ops - matched),
+        rank=timed.rank if timed.rank is not None else matching.rank,
+    )
+    if matched >= _LEAST * all_ops and matched:
+        return carried
+    text = (
+        f"only {matched:,} of {all_ops:,} ops of the timed window are found in the graph step; the rest have no host op"
+    )
+    return carried.with_notices(Notice("unlike-graph-step", "warning", text, all_ops - matched, where=timed.meta.path))
+
+
+_KEPT = 2  # graphs remembered: of one run, the whole and a step
+_POINTING = {
+    **dict.fromkeys(("collectives", "copies", "syncs", "python", "tensors"), ("event",)), "flows": ("source", "target"),
+}  # fmt: skip
+_NOT_LINKED = ("allocations", "kernels", "sources")
+_BY_TIME = ("counters", "marks")
+_REFERENCES = ("parent", "op", "launch")
+_MOMENT = 0.01  # of the step: GPU work from before that goes on for less needs no lead
+
+
+class _GraphCache:
+    """Graphs of the traces asked for last; forgotten with the first of the traces that goes."""
+
+    def __init__(self) -> None:
+        self._traces: tuple[weakref.ref[Trace], ...] = ()
+        self._graphs: dict[tuple[int, int] | None, Graph] = {}
+
+    def of(self, traces: tuple[Trace, ...]) -> dict[tuple[int, int] | None, Graph]:
+        """The graphs of these traces by first and last step, to be read and added to."""
+        if len(traces) != len(self._traces) or any(
+            ref() is not trace for ref, trace in zip(self._traces, traces, strict=True)
+        ):
+            self._graphs = {}
+            self._traces = tuple(weakref.ref(trace, self.forget) for trace in traces)
+        return self._graphs
+
+    def forget(self, gone: weakref.ref[Trace]) -> None:
+        if any(ref is gone for ref in self._traces):
+            self._traces, self._graphs = (), {}
+
+
+_REMEMBERED = _GraphCache()
+
+
+def link_session(
+    session: Session,
+    *,
+    step: int | None = None,
+    last: int | None = None,
+    progress: Say | None = None,
+    remember: bool = True,
+) -> Graph:
+    """Link the traces of a loaded session into one calibrated graph; the files are not read again.
+
+    With a `step`, every rank is cut to that step before it is linked, so that a step of a large job fits in memory.
+    What the host did from the step's beginning to its end is in the graph, the GPU work that this launched, however
+    late it ran, and what ran before it on the same devices. `event` and `op` of the
+    nodes are rows of the whole traces. Host traces are not looked at.
+
+    The most recent graphs are remembered as long as the traces live: do not change them.
+
+    Args:
+        session: The run.
+        step: The number of a step; None links all of it.
+        last: The last of several steps of which `step` is the first; one step where None.
+        progress: Told in words what is being done.
+        remember: Whether the graph is kept for the next caller.
+
+    Returns:
+        The graph, as `traceloom.graph.link` gives it.
+
+    Raises:
+        UsageError: `no-such-step`: no trace has that step.
+        InputError: `several-windows`: one rank has several traces (and `step` is not given);
+            `unknown-ranks`: several traces do not say their rank.
+
+    Example:
+        >>> import traceloom
+        >>> from traceloom.graph.linking import link_session
+        >>> graph = link_session(traceloom.load("run"), step=12)  # doctest: +SKIP
+    """
+    remembered = _REMEMBERED.of(session.traces)
+    steps = None if step is None else (step, step if last is None else last)
+    if steps in remembered:
+        return remembered[steps]
+    say: Say = progress or (lambda _: None)
+    chosen, notices = _chosen(session, steps)
+    several = is_large_session(chosen)
+    parts, storage = [], MappedFiles()
+    for number, trace in enumerate(chosen, 1):
+        who = "the trace" if len(chosen) == 1 else f"rank {trace.rank} ({number} of {len(chosen)})"
+        say(f"linking {who}")
+        part = link_rank(trace) if steps is None else _steps_of(trace, *steps)
+        parts.append(storage.graph(part) if several else part)
+    say("joining ranks and calibrating")
+    merged = join_ranks(parts, session.name)
+    parts.clear()  # calibrating needs as much again
+    merged = MappedFiles().graph(merged) if several else merged
+    trim_memory()
+    graph = calibrate(replace(merged, notices=(*notices, *merged.notices)))
+    trim_memory()
+    if not remember:
+        return graph
+    if len(remembered) >= _KEPT:
+        del remembered[next(iter(remembered))]
+    remembered[steps] = graph
+    return graph
+
+
+def _chosen(session: Session, steps: tuple[int, int] | None) -> tuple[list[Trace], list[Notice]]:
+    """One trace per rank: with steps the first that has the first and the last of them; one may not say its rank."""
+    having = list(session.traces)
+    words = ""
+    if steps is not None:
+        words = f"step {steps[0]}" if steps[0] == steps[1] else f"step {steps[0]} to {steps[1]}"
+        having = [trace for trace in having if trace.steps["step"].is_in(steps).sum() == len(set(steps))]
+        if not having:
+            recorded = sorted({number for trace in session.traces for number in trace.steps["step"].to_list()})
+            recorded_text = (
+                f"; the traces have {recorded[0]} to {recorded[-1]}" if recorded else ": the traces have no steps"
+            )
+            raise UsageError(f"there is no {words}{recorded_text}", slug="no-such-step")
+    unique = steps is None or any(trace.rank is None for trace in having)
+    first: dict[int | None, Trace] = {}
+    for trace in having:
+        if first.setdefault(trace.rank, trace) is trace or not unique:
+            continue
+        both = f"{first[trace.rank].meta.path}, {trace.meta.path}"
+        if trace.rank is None:
+            raise InputError(
+                f"several traces do not say their rank: {both}",
+                slug="unknown-ranks",
+                hint="put the rank into the file names, as in rank0.json.gz",
+            )
+        raise InputError(
+            f"there are two device traces of rank {trace.rank}: {both}",
+            slug="several-windows",
+            hint="a graph is of one window; give one device trace per rank, or ask for one step",
+        )
+    unnumbered = first.get(None)
+    if unnumbered is not None and 0 in first:  # beside others it gets the lowest free number
+        free = next(number for number in range(len(first) + 1) if number not in first)
+        first[None] = replace(unnumbered, meta=replace(unnumbered.meta, rank=free))
+    lacking = sorted({trace.rank for trace in session.traces if trace.rank is not None} - set(first))
+    if not lacking:
+        return list(first.values()), []
+    who = ", ".join(map(str, lacking[:8])) + ("…" if len(lacking) > 8 else "")
+    text = f"{words} is not in the traces of {len(lacking)} ranks ({who}); they are not in the graph"
+    return list(first.values()), [Notice("step-missing", "warning", text, len(lacking))]
+
+
+def _steps_of(trace: Trace, first: int, last: int) -> Graph:
+    """The graph of some steps; a function of its own, so that the part of the trace is freed."""
+    bounds = trace.steps.filter(pl.col("step").is_in((first, last)))  # ascending
+    part, row = _cut(trace, int(bounds["start_ns"][0]), int(bounds["end_ns"][-1]))
+    graph = link_rank(part)
+    rows = pl.Series(row, dtype=pl.UInt32)  # events are named by their rows in the whole trace
+    nodes = graph.nodes.with_columns(rows[graph.nodes[column]].alias(column) for column in ("event", "op"))
+    return replace(graph, nodes=nodes)
+
+
+def _cut(trace: Trace, low: int, high: int) -> tuple[Trace, Ints]:
+    """Cut a trace to [low, high) of its host time, to the GPU work that belongs to that, and to a lead.
+
+    Kept are: what the host does until `high`; GPU work that it launched, however late it runs, and GPU work launched
+    before that still runs. The lead begins where the first GPU work that still runs in
+    the step was launched, at most as long before the step as the step is long: waits between streams are told by calls
+    that come before the work. Where such work goes on for a moment only there is no lead: it would hold what the host
+    did meanwhile, up to a whole step of one rank without its peers. Host events that cross a bound are shortened to it.
+
+    Args:
+        trace: The whole trace.
+        low: Start of the step, ns.
+        high: Its end, ns.
+
+    Returns:
+        The part, with rows of its own, for linking (accounts of lanes are those of the whole trace); and the row in
+        the whole trace of each of its events.
+    """
+    events = trace.events
+    start = events["start_ns"].to_numpy()
+    end = start + np.maximum(events["duration_ns"].to_numpy(), 0)
+    device = events["category"].is_in([*GPU_WORK, COMMAND]).to_numpy()
+    launch = column_of(events, "launch", NO_ROW, large=False)
+    running = device & (start < high) & (end > low) & (launch >= 0)
+    before = running.copy()
+    before[running] = start[launch[running]] < low
+    from_ns = low
+    if int(end[before].max(initial=low)) - low >= _MOMENT * (high - low):
+        from_ns = max(int(start[launch[running]].min(initial=low)), low - (high - low))
+    launched_ns = np.where(launch >= 0, start[launch], start) if start.size else start
+    own_work = device & (launched_ns >= from_ns) & (launched_ns < high)
+    until = max(high, int(end[own_work].max(initial=high)))
+    # What was launched after the step came after its work on each stream: it held nothing of it back.
+    ran = device & (end > from_ns) & (start < until) & ((launch < 0) | (launched_ns < high))
+    host = (trace.lanes["kind"] == "host").to_numpy()[events["lane"].to_numpy()] if events.height else device
+    bound = np.where(host, high, until)
+    # What has no length counts where it stands; the first moment belongs to the part, the last does not.
+    kept = own_work | ran | (~device & (start < bound) & ((end > from_ns) | (start >= from_ns)))
+    parent = column_of(events, "parent", NO_ROW, large=False)
+    # parents stand above all children that stood under them
+    while (missing := parent[kept & (parent >= 0) & ~kept[parent]]).size:
+        kept[missing] = True
+    row = np.flatnonzero(kept)
+    first = np.where(host[row], np.maximum(start[row], from_ns), start[row])
+    order = np.argsort(first, kind="stable")
+    row, first = row[order], first[order]
+    # the events of these rows and all that goes with them
+    number = np.full(events.height + 1, -1, dtype=np.int64)  # the last for rows that are null
+    number[row] = np.arange(row.size)
+    events, host = events[row], host[row]
+    duration, nested = events["duration_ns"].to_numpy(), events["nested_end_ns"].to_numpy()
+    last = start[row] + duration
+    last = np.where(host, np.minimum(last, high), last)
+    nested = np.where(host, np.minimum(nested, high), nested)
+    events = events.with_columns(
+        pl.int_range(row.size, dtype=pl.UInt32).alias("event"),
+        pl.Series("start_ns", first),
+        # Negative durations of damaged files stay; others end at the bound, never before they begin.
+        pl.Series("duration_ns", np.where(duration < 0, duration, np.maximum(last - first, 0))),
+        pl.Series("nested_end_ns", np.maximum(nested, first)),
+        *(row_numbers(_moved(events[name], number)).alias(name) for name in _REFERENCES),
+    )
+    frames: dict[str, Any] = {"events": events, **{name: empty(name) for name in _NOT_LINKED}}
+    for name, columns in _POINTING.items():
+        frame: pl.DataFrame = getattr(trace, name)
+        moved = [_moved(frame[column], number) for column in columns]
+        inside = np.flatnonzero(np.min(moved, axis=0) >= 0)
+        part = frame[inside]
+        for column, rows in zip(columns, moved, strict=True):
+            part.replace_column(part.get_column_index(column), to_series(rows[inside], pl.UInt32).alias(column))
+        frames[name] = part
+    for name in _BY_TIME:
+        times = getattr(trace, name)["time_ns"].to_numpy()
+        frames[name] = getattr(trace, name)[np.flatnonzero((times >= from_ns) & (times < high))]
+    return replace(trace, **frames), row
+
+
+def _moved(rows: pl.Series, number: Ints) -> Ints:
+    """References to rows of the whole trace as rows of the part; -1 where the row is not in it."""
+    moved: Ints = number[(rows.fill_null(number.size - 1) if rows.null_count() else rows).to_numpy()]
+    return moved

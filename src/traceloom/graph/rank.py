@@ -1,0 +1,386 @@
+"""The graph of one rank: what its threads and streams did, what each thing waited for, and what is left over."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+from msgspec import Struct
+
+from traceloom.graph import graph as gs
+from traceloom.graph.communication import RankCommunication, communication
+from traceloom.graph.dataflow import DataFlow, data_flow, forward_backward_edges
+from traceloom.graph.device_edges import (
+    MUCH,
+    LateWork,
+    command_waits,
+    launch_edges,
+    occupancy_edges,
+    queue_edges,
+    stream_edges,
+    wait_edges,
+)
+from traceloom.graph.device_work import BY_OP, ORPHANS, DeviceWork, WorkTimeline, device_work
+from traceloom.graph.edges import Edges
+from traceloom.graph.graph import GRAPH_SCHEMAS, Graph, empty_frame
+from traceloom.graph.host_match import Matching
+from traceloom.graph.host_tree import LAUNCHES, NO_LAUNCH, HostTree, Segments, host_tree, segments
+from traceloom.graph.syncs import find_awaited_work, find_spin_waits, sync_records
+from traceloom.graph.threads import hand_off_edges, hand_offs
+from traceloom.system.text import replace_surrogates
+from traceloom.trace.array_types import Ints
+from traceloom.trace.arrays import column_of, to_nullable_series
+from traceloom.trace.frames import cast_to_schema
+from traceloom.trace.notice import Notice
+from traceloom.trace.trace import Trace
+from traceloom.trace.vocabulary import COPY
+
+_LONG_NAME = 60
+
+
+class Parts(Struct, frozen=True):
+    """What the nodes of a rank are made of, and their numbers: the origin is 0, then segments, then GPU work.
+
+    Attributes:
+        tree: Host events.
+        host: Their segments.
+        kinds: Kind of each segment: number in NODE_KINDS. Gaps think, calls launch or block, the rest is the
+            host's own work.
+        work: GPU work.
+        communication: Which of the work, and which host events, are communication.
+        segment_node: Node of each segment.
+        work_node: Node of each work.
+    """
+
+    tree: HostTree
+    host: Segments
+    kinds: Ints
+    work: DeviceWork
+    communication: RankCommunication
+    segment_node: Ints
+    work_node: Ints
+
+
+class EdgeCounts(Struct, frozen=True):
+    """Counts of what was seen while edges were made.
+
+    Attributes:
+        overlapping: Neighbours on one stream that overlap.
+        queued: Launches that found their queue full.
+        held: Numbers of commands that hold their stream until another's event.
+        unknown: Positions of synchronising calls that took long although nothing is known that they waited for.
+        spins: Segments in which the host looks at memory until GPU work is done.
+        flow: Who reads what whom wrote; None without a host trace.
+    """
+
+    overlapping: int
+    queued: int
+    held: Ints
+    unknown: Ints
+    spins: Ints
+    flow: DataFlow | None
+
+
+def link_rank(trace: Trace, matching: Matching | None = None) -> Graph:
+    """Link one process's trace into a graph.
+
+    Args:
+        trace: The device trace.
+        matching: Which of its events are which ops of the host trace, where there is one.
+
+    Returns:
+        A graph of one rank, not calibrated: no delays, work as long as it took, nothing left over. Times start at 0,
+        which is `trace.start_ns`.
+    """
+    tree = host_tree(trace)
+    handovers = hand_offs(trace, tree, segments(tree))
+    host = handovers.host
+    work = device_work(trace, tree)
+    times = WorkTimeline(work, tree)
+    records = sync_records(trace, tree)
+    waiting = find_awaited_work(trace, tree, work, times, records)
+    spinning, spun_on = find_spin_waits(trace, tree, host, times, handovers.waits)
+    own_communication = communication(trace, tree, work)
+    submits = np.zeros(tree.row.size, dtype=np.bool_)
+    submits[work.call[work.call >= 0]] = True
+    call = np.flatnonzero(tree.call)
+    submits[call[tree.named(LAUNCHES, call) & ~tree.named(NO_LAUNCH, call)]] = True
+    kinds = np.where(host.owner >= 0, gs.NODE_KINDS.index(gs.HOST), gs.NODE_KINDS.index(gs.THINK))
+    kinds[handovers.waits] = gs.NODE_KINDS.index(gs.WAIT)
+    kinds[host.first[submits]] = gs.NODE_KINDS.index(gs.LAUNCH)
+    kinds[host.last[waiting.call]] = gs.NODE_KINDS.index(gs.BLOCK)
+    kinds[host.last[waiting.calls]] = gs.NODE_KINDS.index(gs.BLOCK)
+    kinds[spinning] = gs.NODE_KINDS.index(gs.BLOCK)
+    kinds[host.first[own_communication.host_event]] = gs.NODE_KINDS.index(gs.COLLECTIVE)
+    parts = Parts(
+        tree=tree,
+        host=host,
+        kinds=kinds,
+        work=work,
+        communication=own_communication,
+        segment_node=np.arange(1, host.owner.size + 1),
+        work_node=np.arange(host.owner.size + 1, host.owner.size + 1 + work.row.size),
+    )
+    edges = Edges()
+    # each segment after the one before it on its thread
+    index = np.flatnonzero(host.lane[1:] == host.lane[:-1])
+    before, after = host.owner[index], host.owner[index + 1]
+    low, high = np.minimum(before, after), np.maximum(before, after)
+    nested = (low >= 0) & (low != high) & (high < tree.stop[low]) if tree.row.size else low > 0
+    for kind, follows in (("call", index[nested]), ("thread", index[~nested])):
+        edges.add(
+            kind, "measured", parts.segment_node[follows], parts.segment_node[follows + 1],
+            from_end=True, to_end=False, firm=True,
+        )  # fmt: skip
+    waits = np.zeros(tree.row.size, dtype=np.bool_)
+    waits[waiting.call] = True
+    launch_edges(edges, tree, work, waits, host, parts.segment_node, parts.work_node)
+    overlapping = stream_edges(edges, work, parts.work_node)
+    last_node = parts.segment_node[host.last]
+    edges.add(
+        "synchronize", waiting.evidence, parts.work_node[waiting.work], last_node[waiting.call],
+        from_end=True, to_end=True,
+    )  # fmt: skip
+    wait_edges(edges, tree, times, parts.work_node, records)
+    edges.add(
+        "synchronize", "inferred", parts.work_node[spun_on], parts.segment_node[spinning],
+        from_end=True, to_end=True,
+    )  # fmt: skip
+    held = command_waits(edges, trace, work, parts.work_node)
+    queued = queue_edges(edges, tree, work, last_node, parts.work_node)
+    hand_off_edges(edges, handovers, parts.segment_node)
+    forward_backward_edges(edges, trace, tree, host, parts.segment_node)
+    flow = None
+    if matching is not None:
+        host_op = np.asarray(matching.host_op, dtype=np.int64)[tree.row]
+        flow = data_flow(tree, host, work, parts.segment_node, parts.work_node, host_op, matching.host.ops)
+        edges.add("data", matching.evidence, flow.source, flow.target, from_end=True, to_end=False)
+    return _assembled(
+        trace, parts, edges, EdgeCounts(overlapping, queued, held, waiting.unknown, spinning, flow), matching
+    )
+
+
+def _assembled(trace: Trace, parts: Parts, edges: Edges, seen: EdgeCounts, matching: Matching | None) -> Graph:
+    """The graph from its nodes and edges; what waited for room on the device is seen last, after all other edges."""
+    meta, rank, work_node = trace.meta, trace.meta.rank or 0, parts.work_node
+    nodes, lanes = _nodes(trace, parts, seen.held, matching)
+    times = np.empty(2 * nodes.height, dtype=np.int64)
+    times[0::2] = nodes["start_ns"].to_numpy()
+    times[1::2] = (nodes["start_ns"] + nodes["duration_ns"]).to_numpy()
+    on_engines = (nodes["category"][work_node] == COPY).to_numpy()
+    late = occupancy_edges(edges, parts.work, ~on_engines, work_node, times)
+    frame, refused = edges.frame(times)
+    ranks = pl.DataFrame(
+        [
+            {
+                "rank": rank,
+                "host": meta.host,
+                "process": meta.process,
+                "device_trace": replace_surrogates(meta.path),
+                "host_trace": None if matching is None else replace_surrogates(matching.host.path),
+                "window_start_ns": int(nodes["start_ns"][0]),
+                "window_end_ns": int(times.max()),
+                "clock_offset_ns": 0,
+                "clock_drift": 0.0,
+            }
+        ],
+        schema=GRAPH_SCHEMAS["ranks"],
+    )
+    copy_node = np.full(trace.events.height + 1, -1, dtype=np.int64)
+    copy_node[parts.work.row] = work_node
+    copied = copy_node[trace.copies["event"].to_numpy()]
+    order = np.argsort(copied, kind="stable")
+    order = order[copied[order] >= 0]
+    transfers = trace.copies[order].hstack([pl.Series("node", copied[order])])
+    coverage = _coverage(rank, parts, seen, late, refused)
+    names = nodes["name"][work_node]
+    notices = (*trace.notices, *_late_notices(names, late, int(times.max() - times[0]), rank))
+    host_ops = empty_frame("host_ops")
+    if matching is not None:
+        of_rank = pl.lit(rank, dtype=pl.Int32).alias("rank")
+        schema = GRAPH_SCHEMAS["host_ops"]
+        host_ops = matching.host.ops.with_columns(of_rank).pipe(cast_to_schema, schema)
+        coverage = pl.concat([matching.coverage().with_columns(of_rank), coverage])
+        notices = (*notices, *matching.notices)
+    return Graph(
+        nodes=nodes,
+        edges=frame,
+        lanes=lanes,
+        communication=parts.communication.rows(parts),
+        transfers=transfers.pipe(cast_to_schema, GRAPH_SCHEMAS["transfers"]),
+        ranks=ranks,
+        coverage=coverage,
+        host_ops=host_ops,
+        name=replace_surrogates(meta.path),
+        epoch_ns=trace.start_ns,
+        world_size=meta.world_size,
+        notices=notices,
+    )
+
+
+def _nodes(trace: Trace, parts: Parts, held: Ints, matching: Matching | None) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """The `nodes` and `lanes` of a rank; commands that hold their stream (`held`) wait."""
+    host, work, tree = parts.host, parts.work, parts.tree
+    owned = host.owner >= 0
+    row = np.full(host.owner.size, -1, dtype=np.int64)
+    row[owned] = tree.row[host.owner[owned]]
+    event = np.concatenate([[-1], row, work.row])
+    start = np.concatenate([host.start, work.start])
+    end = np.concatenate([host.end, work.end])
+    first = int(start.min()) if start.size else trace.start_ns
+    start, end = (np.concatenate([[first], times]) - trace.start_ns for times in (start, end))
+    category = trace.events["category"][work.row]
+    work_kind = np.full(category.len(), gs.NODE_KINDS.index(gs.KERNEL))
+    for name, of_category in (("kernel", gs.KERNEL), ("copy", gs.COPY), ("fill", gs.FILL)):
+        work_kind[(category == name).to_numpy()] = gs.NODE_KINDS.index(of_category)
+    work_kind[parts.communication.work] = parts.communication.work_kind
+    work_kind[held] = gs.NODE_KINDS.index(gs.WAIT)
+    kind = np.concatenate([[gs.NODE_KINDS.index(gs.ORIGIN)], parts.kinds, work_kind])
+    # lanes that hold nodes, numbered anew; -1 stays
+    lane = np.concatenate([[-1], host.lane, work.lane])
+    used = np.flatnonzero(np.bincount(lane[lane >= 0], minlength=trace.lanes.height))
+    number = np.full(trace.lanes.height + 1, -1, dtype=np.int64)
+    number[used] = np.arange(used.size)
+    lanes = (
+        trace.lanes[used]
+        .with_columns(
+            pl.int_range(pl.len(), dtype=pl.UInt32).alias("lane"),
+            pl.lit(trace.meta.rank or 0, dtype=pl.Int32).alias("rank"),
+            pl.col("kind").cast(pl.String),
+        )
+        .pipe(cast_to_schema, GRAPH_SCHEMAS["lanes"])
+    )
+    # the step by the time at which a node began; -1 outside the steps
+    step = np.full(start.size, -1, dtype=np.int64)
+    steps = trace.steps.sort("start_ns")
+    if steps.height:
+        time = start + trace.start_ns
+        at = np.searchsorted(steps["start_ns"].to_numpy(), time, side="right") - 1
+        inside = (at >= 0) & (time < steps["end_ns"].to_numpy()[at])
+        step = np.where(inside, steps["step"].to_numpy()[at], -1)
+    # bytes of copies, fills and communication; -1 unknown
+    sizes = np.full(trace.events.height + 1, -1, dtype=np.int64)
+    copies = trace.copies.drop_nulls("bytes")
+    sizes[copies["event"].to_numpy()] = copies["bytes"].to_numpy()
+    sizes = sizes[event]
+    sizes[: host.owner.size + 1] = -1
+    sent_bytes = column_of(parts.communication.about, "in_bytes", absent=-1, large=False)
+    sizes[parts.communication.nodes(parts)] = sent_bytes
+    events = trace.events[["name", "category", "op", "step", "correlation"]]
+    row_of = to_nullable_series(event, pl.UInt32, absent=-1)
+    frame = pl.DataFrame([column[row_of] for column in events])
+    nodes = frame.with_columns(
+        pl.int_range(event.size, dtype=gs.Node).alias("node"),
+        pl.Series(gs.NODE_KINDS, dtype=gs.NodeKind)[kind].alias("kind"),
+        pl.col("name").fill_null(pl.Series(gs.NODE_KINDS)[kind]),
+        pl.lit(trace.meta.rank or 0, dtype=pl.Int32).alias("rank"),
+        to_nullable_series(number[lane], pl.UInt32, absent=-1).alias("lane"),
+        pl.Series("start_ns", start),
+        pl.Series("duration_ns", end - start),
+        pl.Series("work_ns", end - start),
+        pl.lit(0, dtype=pl.Int64).alias("residual_ns"),
+        row_of.alias("event"),
+        pl.when(pl.col("category") == "op").then(row_of).otherwise(pl.col("op")).alias("op"),
+        pl.coalesce(pl.col("step"), to_nullable_series(step, pl.Int32, absent=-1)).alias("step"),
+        to_nullable_series(sizes, absent=-1).alias("bytes"),
+    )
+    host_op = pl.Series("host_op", [None], dtype=pl.Int64).new_from_index(0, nodes.height)
+    if matching is not None:
+        ids = pl.Series("host_op", np.asarray(matching.host_op, dtype=np.int64)).replace(-1, None)
+        host_op = ids.gather(nodes["op"].cast(pl.UInt32))
+    schema = GRAPH_SCHEMAS["nodes"]
+    return nodes.with_columns(host_op).pipe(cast_to_schema, schema), lanes
+
+
+def _coverage(rank: int, parts: Parts, seen: EdgeCounts, late: LateWork, refused: pl.DataFrame) -> pl.DataFrame:
+    """The `coverage` rows of a rank, except those of its host trace.
+
+    Args:
+        rank: The rank.
+        parts: What its nodes are made of.
+        seen: What was seen on the way.
+        late: Work that started long after it was ready.
+        refused: Edges that contradict the order of others: kind, count.
+    """
+    work, host = parts.work, parts.host
+    span = work.end - work.start
+    rows: list[tuple[str, str, int, int | None]] = []
+    launched = work.call >= 0
+    outcomes = (
+        ("attached by correlation", launched & work.correlated),
+        ("attached by arrow", launched & ~work.correlated),
+        ("attached to its op by External id", work.orphans == BY_OP),
+        *((reason, work.orphans == code) for code, reason in enumerate(ORPHANS)),
+    )
+    for subject, of_subject in (("gpu-work", ~work.command), ("device-commands", work.command)):
+        for outcome, chosen in outcomes:
+            counted = chosen & of_subject
+            if counted.any():
+                rows.append((subject, outcome, int(counted.sum()), int(span[counted].sum())))
+    submitted = np.unique(work.call[launched]).size
+    is_launch = parts.kinds == gs.NODE_KINDS.index(gs.LAUNCH)
+    rows.append(("launches", "with GPU work", submitted, None))
+    silent = int(is_launch.sum()) - int(is_launch[host.first[np.unique(work.call[launched])]].sum())
+    if silent:
+        rows.append(("launches", "without GPU work in the window", silent, None))
+    if seen.overlapping:
+        rows.append(("streams", "neighbours that overlap", seen.overlapping, None))
+    if seen.queued:
+        rows.append(("launches", "held up by a full queue", seen.queued, None))
+    if seen.flow is not None:
+        rows.append(("data", "edges from the last writer of a storage", seen.flow.source.size, None))
+        rows.append(("data", "reads of what was written before the window, or nowhere", seen.flow.unplaced, None))
+        rows.append(("data", "reads before their writer had ended: no edge", seen.flow.late, None))
+    if late.crowded:
+        rows.append(("streams", "work that waited for room on the device", late.crowded, None))
+    if late.before.size:
+        waited = int(late.before_ns.sum())
+        rows.append(("streams", "work behind what was launched before the window", late.before.size, waited))
+    if late.unexplained.size:
+        waited = int(late.waited_ns.sum())
+        rows.append(("streams", "work that waited for nothing recorded", late.unexplained.size, waited))
+    if seen.unknown.size:
+        took = int(parts.tree.span()[seen.unknown].sum())
+        rows.append(("synchronisations", "long, and not known what was awaited", seen.unknown.size, took))
+    if seen.spins.size:
+        took = int((host.end - host.start)[seen.spins].sum())
+        rows.append(("synchronisations", "self time that ends with the work launched before it", seen.spins.size, took))
+    lengths = host.end - host.start
+    gaps = host.owner < 0
+    rows.append(("host-time", "in recorded events", int((~gaps).sum()), int(lengths[~gaps].sum())))
+    rows.append(("host-time", "in gaps between them", int(gaps.sum()), int(lengths[gaps].sum())))
+    if parts.tree.polling:
+        rows.append(("host-time", "left out: threads that only poll", parts.tree.polling, parts.tree.polling_ns))
+    rows += [("edges", f"left out: {kind} against the order of others", count, None) for kind, count in refused.rows()]
+    return pl.DataFrame([(rank, *row) for row in rows], schema=GRAPH_SCHEMAS["coverage"], orient="row")
+
+
+def _late_notices(names: pl.Series, late: LateWork, window_ns: int, rank: int) -> list[Notice]:
+    """Warn where much of the window is spent before GPU work that nothing recorded holds back.
+
+    Args:
+        names: Name of each work.
+        late: What waited.
+        window_ns: Length of the rank's window.
+        rank: The rank.
+    """
+    least = MUCH * max(window_ns, 1)
+    notices = []
+    longest = int(late.before_ns.max(initial=0))
+    if longest >= least:
+        text = (
+            f"for {longest / 1e6:.1f} ms ({100 * longest / window_ns:.0f} % of the window) the device did nothing that "
+            "is recorded, though work had been launched: it was behind what lies before the window; "
+            "that time is taken as given"
+        )
+        notices.append(Notice("busy-before-window", "warning", text, int(late.before.size), rank))
+    total = int(late.waited_ns.sum())
+    if total < least:
+        return notices
+    worst = int(np.argmax(late.waited_ns))
+    name, waited = names[int(late.unexplained[worst])][:_LONG_NAME], late.waited_ns[worst] / 1e6
+    text = (
+        f"{late.unexplained.size} pieces of GPU work started {total / 1e6:.1f} ms in all after everything that is "
+        f"known to hold them back ({name}: {waited:.1f} ms); "
+        "re-timing from causes alone misses that time"
+    )
+    return [*notices, Notice("unexplained-starts", "warning", text, int(late.unexplained.size), rank)]

@@ -1,0 +1,294 @@
+"""What the host waits for on devices."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from traceloom.graph import host_tree
+from traceloom.graph.device_work import DeviceWork, WorkTimeline
+from traceloom.graph.host_tree import HostTree, Segments
+from traceloom.trace.array_types import Ints
+from traceloom.trace.trace import Trace
+from traceloom.trace.vocabulary import LAUNCHES
+
+UNKNOWN = -1
+
+
+class SyncRecords(Struct, frozen=True):
+    """Recorded waits with their calls; arrays of shape (records,).
+
+    Attributes:
+        kind: Context Sync, Stream Sync, Event Sync or Stream Wait Event.
+        call: Position (in the tree) of the call.
+        device: Device; -1 where it is not said.
+        lane: Lane (of the trace) of the stream it is about: awaited by the host, or made to wait; -1 unknown.
+        awaited: Lane of the stream whose event is awaited; -1 unknown.
+        recorded: When the awaited event was recorded: start of the call, ns; -1 unknown.
+    """
+
+    kind: pl.Series
+    call: Ints
+    device: Ints
+    lane: Ints
+    awaited: Ints
+    recorded: Ints
+
+    def of(self, kind: str) -> SyncRecords:
+        """The records of one kind."""
+        rows = np.flatnonzero((self.kind == kind).to_numpy())
+        arrays = (self.call, self.device, self.lane, self.awaited, self.recorded)
+        return SyncRecords(self.kind[rows], *(array[rows] for array in arrays))
+
+
+def sync_records(trace: Trace, tree: HostTree) -> SyncRecords:
+    """The records of waits whose calls are recorded as well."""
+    if not trace.syncs.height:
+        none: Ints = np.zeros(0, dtype=np.int64)
+        return SyncRecords(trace.syncs["kind"], none, none, none, none, none)
+    about = trace.events.select("event", "device", "correlation")
+    calls = (
+        trace.events.lazy()
+        .filter(pl.col("category").is_in(LAUNCHES), pl.col("correlation").is_not_null())
+        .select("correlation", pl.col("event").alias("call"), pl.col("start_ns").alias("call_ns"))
+        .unique("correlation", keep="first", maintain_order=True)
+        .collect()
+    )
+    streams = trace.lanes.filter(pl.col("kind") == "device").select("device", "stream", "lane")
+    frame = (
+        trace.syncs.join(about, on="event", how="left", maintain_order="left")
+        .join(calls, on="correlation", how="inner", maintain_order="left")
+        .join(
+            calls.select(pl.col("correlation").alias("record_correlation"), pl.col("call_ns").alias("recorded")),
+            on="record_correlation",
+            how="left",
+            maintain_order="left",
+        )
+        .join(streams, on=["device", "stream"], how="left", maintain_order="left")
+        .join(
+            streams.rename({"stream": "awaited_stream", "lane": "awaited"}),
+            on=["device", "awaited_stream"],
+            how="left",
+            maintain_order="left",
+        )
+    )
+    position = tree.position[frame["call"].to_numpy()] if frame.height else np.zeros(0, dtype=np.int64)
+    frame = frame.with_columns(pl.Series("position", position)).filter(pl.col("position") >= 0)
+    numbers = [
+        frame[name].cast(pl.Int64).fill_null(UNKNOWN).to_numpy()
+        for name in ("position", "device", "lane", "awaited", "recorded")
+    ]
+    return SyncRecords(frame["kind"], *numbers)
+
+
+_Pairs = tuple[Ints, Ints, str]  # calls, the work that each waits for (-1: none), how that is known
+
+_EARLY_NS = 20_000  # a call may return, by its clock, this long before what it awaited is done
+_AT_ONCE_NS = 25_000  # a call that waited returns within this time
+_LONG_NS = 20_000  # a call this long did wait
+
+_LONG_SPIN_NS = 200_000
+_CLOSE = 0.05  # of the segment's length, and not more than the next two, lie between its end and the work's
+_BEFORE_NS = 100_000  # the count that is looked for stands in memory before the kernel that writes it has ended
+_AFTER_NS = 20_000
+
+
+class SyncTargets(Struct, frozen=True):
+    """What calls wait for.
+
+    Attributes:
+        call: Position (in the tree) of the waiting call, one per pair.
+        work: Number of the work that it waits for.
+        evidence: One word per pair.
+        calls: Positions of all calls that synchronise, also of those that found everything done.
+        unknown: Those of them that took long although nothing is known that they waited for.
+    """
+
+    call: Ints
+    work: Ints
+    evidence: NDArray[np.str_]
+    calls: Ints
+    unknown: Ints
+
+
+def find_awaited_work(
+    trace: Trace, tree: HostTree, work: DeviceWork, times: WorkTimeline, records: SyncRecords
+) -> SyncTargets:
+    """Find the work that each synchronising call and each blocking copy waits for.
+
+    Where the file has records of what was awaited, these are taken. Else a device is awaited on all its streams, and
+    which stream or event was meant is inferred from the work that ends when the call returns, or, where the call did
+    not wait, from the last launch of its thread.
+    """
+    position = np.flatnonzero(tree.call)
+    device, stream, event = (
+        position[tree.named(pattern, position)]
+        for pattern in (host_tree.DEVICE_WAITS, host_tree.STREAM_WAITS, host_tree.EVENT_WAITS)
+    )
+    waiting = np.concatenate([device, stream, event])
+    parts: list[_Pairs] = []
+    if work.row.size:
+        # records of stream and event synchronisation; questions that do not wait have such records, too
+        of_stream, of_event = records.of("Stream Sync"), records.of("Event Sync")
+        call = np.concatenate([of_stream.call, of_event.call])
+        lane = np.concatenate([of_stream.lane, of_event.awaited])
+        until = np.concatenate([tree.start[of_stream.call], of_event.recorded])
+        usable = (lane != UNKNOWN) & (until != UNKNOWN) & np.isin(call, waiting)
+        recorded = call[usable], times.launched_before(lane[usable], until[usable]), "measured"
+        in_records = recorded[0][recorded[1] >= 0]
+        stream, event = (part[~np.isin(part, in_records)] for part in (stream, event))
+        has_record = np.isin(device, records.of("Context Sync").call)
+        parts = [
+            recorded,
+            _wait_for_device(tree, times, device[has_record], records),
+            _wait_for_device(tree, times, device[~has_record], None),
+            _wait_for_stream(tree, times, stream, by_event=False),
+            _wait_for_stream(tree, times, event, by_event=True),
+            _copies(trace, tree, work),
+        ]
+    nothing = np.zeros(0, dtype=np.int64)
+    call = np.concatenate([nothing, *(part[0] for part in parts)])
+    of = np.concatenate([nothing, *(part[1] for part in parts)])
+    evidence = np.concatenate([np.zeros(0, dtype=np.str_), *(np.full(part[0].size, part[2]) for part in parts)])
+    # A call is only held back by what can end no later than it returns.
+    possible = of >= 0
+    possible[possible] = work.end[of[possible]] <= tree.end[call[possible]] + _EARLY_NS
+    call, of, evidence = call[possible], of[possible], evidence[possible]
+    _, first = np.unique(call * (work.row.size + 1) + of, return_index=True)
+    call, of, evidence = call[first], of[first], evidence[first]
+    synchronising = np.unique(waiting)
+    without = synchronising[~np.isin(synchronising, call)]
+    return SyncTargets(call, of, evidence, synchronising, without[tree.span()[without] >= _LONG_NS])
+
+
+def _wait_for_device(tree: HostTree, times: WorkTimeline, call: Ints, records: SyncRecords | None) -> _Pairs:
+    """The last work of every stream; of one thread's calls the first after a work waits for it, later ones need not."""
+    call = np.repeat(call, times.lanes.size)
+    lane = np.tile(times.lanes, call.size // max(times.lanes.size, 1))
+    of = times.launched_before(lane, tree.start[call])
+    valid = of >= 0
+    if records is not None:
+        meant = records.of("Context Sync")
+        device = np.full(tree.row.size, UNKNOWN)
+        device[meant.call] = meant.device
+        valid &= (device[call] == UNKNOWN) | (times.work.device[of] == device[call])
+    call, of = call[valid], of[valid]
+    order = np.lexsort((call, of, tree.lane[call]))
+    call, of = call[order], of[order]
+    again = np.zeros(call.size, dtype=np.bool_)
+    again[1:] = (of[1:] == of[:-1]) & (tree.lane[call[1:]] == tree.lane[call[:-1]])
+    return call[~again], of[~again], "inferred" if records is None else "measured"
+
+
+def _wait_for_stream(tree: HostTree, times: WorkTimeline, call: Ints, *, by_event: bool) -> _Pairs:
+    """The work that calls wait for which wait for one stream: as far as it has been filled, or until an event of it.
+
+    Where a call waited, it is the work, on any stream, that was launched before and ended when the call returned; else
+    what its thread had launched last (`by_event`: before the last event was recorded, which may lie far back).
+    """
+    explains = np.full(call.size, -1, dtype=np.int64)
+    # the streams on which work ends when a long call returns: indices into `call`, and lanes
+    long = np.flatnonzero(tree.end[call] - tree.start[call] >= _LONG_NS)
+    returned = tree.end[call[long]]
+    by_end = np.argsort(times.work.end, kind="stable")
+    ends = times.work.end[by_end]
+    low = np.searchsorted(ends, returned - _AT_ONCE_NS, side="left")
+    count = np.searchsorted(ends, returned + _EARLY_NS, side="right") - low
+    index = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count - low, count)
+    at, lane = np.unique(np.stack([np.repeat(long, count), times.work.lane[by_end[index]]]), axis=1)
+    start, end = tree.start[call[at]], tree.end[call[at]]
+    of = times.launched_before(lane, start)
+    if by_event:
+        done = times.ended_by(lane, end + _EARLY_NS // 10)
+        of = np.where((done >= 0) & (times.work.asked[done] < start), done, of)
+    finished = times.work.end[of]
+    fits = np.flatnonzero((of >= 0) & (finished <= end + _EARLY_NS) & (finished >= end - _AT_ONCE_NS))
+    # The last one written stays: the latest end, and the first stream of those that end at once.
+    order = fits[np.lexsort((-lane[fits], finished[fits]))]
+    explains[at[order]] = of[order]
+    until, end = tree.start[call], tree.end[call]
+    if by_event:
+        records = np.flatnonzero(tree.call)
+        before = last_of_thread(tree, records[tree.named(host_tree.RECORDS, records)], call)
+        until = np.where(before >= 0, tree.start[before], until)
+    usual = times.thread_launched_before(tree.lane[call], until)
+    last = times.launched_before(np.where(usual >= 0, times.work.lane[usual], UNKNOWN), until)
+    chosen = explains < 0
+    if not by_event:  # its own stream explains the return as well as any other
+        finished = times.work.end[last]
+        chosen |= (last >= 0) & (finished <= end + _EARLY_NS) & (finished >= end - _AT_ONCE_NS)
+    return call, np.where(chosen, last, explains), "inferred"
+
+
+def last_of_thread(tree: HostTree, events: Ints, call: Ints) -> Ints:
+    """The last of `events` (positions, ascending) on the thread of each call before it; -1 where there is none."""
+    at = np.searchsorted(events, call) - 1
+    last = np.where(at >= 0, events[at] if events.size else -1, -1)
+    return np.where((last >= 0) & (tree.lane[last] == tree.lane[call]), last, -1)
+
+
+def _copies(trace: Trace, tree: HostTree, work: DeviceWork) -> _Pairs:
+    """Copies whose calls return when they are done: of pageable memory to the host, and calls that never return early.
+
+    Copies from pageable memory to the device are staged: the call returns when the last piece stands in the buffer.
+    """
+    number = np.full(trace.events.height + 1, -1, dtype=np.int64)
+    number[work.row] = np.arange(work.row.size)
+    of = number[trace.copies["event"].to_numpy()]
+    launched = of >= 0
+    launched[launched] = work.call[of[launched]] >= 0
+    of, copies = of[launched], trace.copies[np.flatnonzero(launched)]
+    call = work.call[of]
+    blocking = tree.named(host_tree.BLOCKING_COPIES, call)
+    to_host, pinned = (
+        column.to_numpy()
+        for column in copies.select(
+            to_host=(pl.col("kind") == "DtoH") & pl.col("target_memory").eq_missing("pageable"),
+            pinned=pl.col("source_memory").is_in(["pinned", "device"]).fill_null(value=False),
+        )
+    )
+    # a call that returned no earlier than its copy ended did wait
+    waited = ~pinned & (tree.end[call] >= work.end[of]) & (tree.end[call] - work.end[of] < _AT_ONCE_NS)
+    chosen = blocking | to_host | waited
+    return call[chosen], of[chosen], "inferred"
+
+
+def find_spin_waits(
+    trace: Trace, tree: HostTree, host: Segments, times: WorkTimeline, waits: Ints
+) -> tuple[Ints, Ints]:
+    """Find long self time, right after a launch, that ends when the work of that launch does.
+
+    DeepEP's dispatch is such: the host reads from memory how much will arrive, as soon as a kernel has written that.
+
+    Args:
+        trace: The trace.
+        tree: Its host events.
+        host: Their segments.
+        times: GPU work by time.
+        waits: Segments that wait for another thread.
+
+    Returns:
+        Numbers of the segments, and of the work that each waits for.
+    """
+    if not times.work.row.size or not host.owner.size:
+        nothing = np.zeros(0, dtype=np.int64)
+        return nothing, nothing
+    category = trace.events["category"][tree.row]
+    plain = (category == "op").to_numpy() & tree.named(host_tree.PLAIN_OP)
+    fits = ~np.append(tree.call | plain, True)[host.owner] & (host.end - host.start >= _LONG_SPIN_NS)
+    fits[waits] = False
+    submits = np.zeros(tree.row.size + 1, dtype=np.bool_)
+    submits[times.work.call[times.work.call >= 0]] = True
+    before = np.append(-1, host.owner[:-1])
+    # right after a call that submitted GPU work
+    fits &= submits[before] & np.append(False, host.lane[1:] == host.lane[:-1])
+    at = np.flatnonzero(fits)
+    of = times.thread_launched_before(host.lane[at], host.start[at])
+    close = np.minimum(_CLOSE * (host.end[at] - host.start[at]), _BEFORE_NS)
+    late = times.work.end[of] - host.end[at]
+    matches = (
+        (of >= 0) & (late <= close) & (-late <= np.minimum(close, _AFTER_NS)) & (times.work.end[of] > host.start[at])
+    )
+    return at[matches], of[matches]

@@ -1,0 +1,183 @@
+"""Where baselines are kept: a directory, or any place that fsspec can write to."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from traceloom import __version__
+from traceloom.analyze.gate_summary import FORMAT, VERSION, Baseline, RunSummary, decode, encode
+from traceloom.errors import InputError, OutputError, UsageError
+from traceloom.system import files
+from traceloom.system.remote import file_system, without_secrets
+
+DEFAULT = ".traceloom/baselines"
+_ENDING = ".baseline.json.gz"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_MOST_BYTES = 1 << 28
+
+
+class Place(Protocol):
+    """Files by name, in one folder."""
+
+    def names(self) -> list[str]:
+        """Names of the files, sorted; none where the folder does not exist."""
+
+    def read(self, name: str) -> bytes | None:
+        """Content of a file; None where there is none."""
+
+    def write(self, name: str, data: bytes, *, force: bool) -> str:
+        """Write a whole file or none; returns where it is."""
+
+
+class Store:
+    """Baselines by name.
+
+    Args:
+        where: A directory, or a URL of a file system that fsspec knows (`s3://bucket/baselines`).
+
+    Raises:
+        UsageError: `no-fsspec`: a URL, and fsspec or what it needs for such URLs is not installed.
+    """
+
+    def __init__(self, where: str = DEFAULT) -> None:
+        self.where = where
+        self._place: Place = _RemoteStore(where) if "://" in where else _Folder(Path(where))
+
+    def names(self) -> list[str]:
+        """Names of the baselines, sorted."""
+        names = (name.removesuffix(_ENDING) for name in self._place.names() if name.endswith(_ENDING))
+        return [name for name in names if _NAME.fullmatch(name)]
+
+    def save(self, name: str, runs: Sequence[RunSummary], saved_unix_s: int, *, force: bool) -> str:
+        """Keep the summaries of runs under a name; returns where.
+
+        Raises:
+            UsageError: `bad-baseline-name`.
+            OutputError: `file-exists` without `force`; `cannot-write`.
+        """
+        checked(name)
+        data = encode(Baseline(FORMAT, VERSION, __version__, name, saved_unix_s, list(runs)))
+        return self._place.write(f"{name}{_ENDING}", data, force=force)
+
+    def load(self, name: str) -> Baseline:
+        """The baseline of a name.
+
+        Raises:
+            UsageError: `bad-baseline-name`; `no-such-baseline`.
+            InputError: `damaged-baseline`; `unreadable`.
+        """
+        checked(name)
+        data = self._place.read(f"{name}{_ENDING}")
+        if data is None:
+            names = self.names()
+            hint = f"it has {', '.join(names[:10])}" if names else "it has none; see traceloom baseline save --help"
+            raise UsageError(f"there is no baseline `{name}`", slug="no-such-baseline", where=self.where, hint=hint)
+        return decode(data, f"{self.where}: {name}")
+
+
+def checked(name: str) -> str:
+    """A name that is one, and stays in its folder.
+
+    Raises:
+        UsageError: `bad-baseline-name`.
+    """
+    if not _NAME.fullmatch(name):
+        raise UsageError(
+            f"`{name[:100]}` is no name of a baseline",
+            slug="bad-baseline-name",
+            hint="up to 100 letters, digits, `.`, `-` and `_`, the first a letter or digit, as in main or release-1.2",
+        )
+    return name
+
+
+class _Folder:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def names(self) -> list[str]:
+        try:
+            return sorted(path.name for path in self._folder.iterdir() if path.is_file())
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise _unreadable(error, str(self._folder)) from error
+
+    def read(self, name: str) -> bytes | None:
+        path = self._folder / name
+        files.note_input(path)
+        try:
+            return files.read_small(path, _MOST_BYTES)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            if error.errno == errno.EFBIG:
+                return b""
+            raise _unreadable(error, str(path)) from error
+
+    def write(self, name: str, data: bytes, *, force: bool) -> str:
+        path = self._folder / name
+
+        def produce(handle: BinaryIO) -> None:
+            handle.write(data)
+
+        files.write(path, produce, force=force)
+        return str(path)
+
+
+class _RemoteStore:
+    """Any file system of fsspec. What goes wrong there may be any exception of a library that we do not know."""
+
+    def __init__(self, url: str) -> None:
+        self._url = without_secrets(url)
+        self._fs, self._root = file_system(url)
+
+    def names(self) -> list[str]:
+        try:
+            listed = self._fs.ls(self._root, detail=False)
+        except FileNotFoundError:
+            return []
+        except Exception as error:
+            raise _unreadable(error, self._url) from error
+        return sorted(str(path).rstrip("/").rsplit("/", 1)[-1] for path in listed)
+
+    def read(self, name: str) -> bytes | None:
+        try:
+            path = f"{self._root}/{name}"
+            if self._fs.size(path) > _MOST_BYTES:
+                return b""
+            return bytes(self._fs.cat_file(path))
+        except FileNotFoundError:
+            return None
+        except Exception as error:
+            raise _unreadable(error, f"{self._url}/{name}") from error
+
+    def write(self, name: str, data: bytes, *, force: bool) -> str:
+        path, where = f"{self._root}/{name}", f"{self._url}/{name}"
+        beside = f"{self._root}/.{name}.{uuid.uuid4().hex}.partial"
+        if not force and name in self.names():
+            raise OutputError(f"`{where}` exists already", slug="file-exists", hint="use --force to overwrite it")
+        try:
+            self._fs.makedirs(self._root, exist_ok=True)
+            try:
+                self._fs.pipe_file(beside, data)
+                self._fs.mv(beside, path)
+            except BaseException:
+                with suppress(Exception):  # what went wrong first is what counts
+                    self._fs.rm_file(beside)
+                raise
+        except Exception as error:
+            message = f"`{where}` cannot be written: {error or type(error).__name__}"
+            raise OutputError(message, slug="cannot-write", hint="choose another place with --store") from error
+        return where
+
+
+def _unreadable(error: Exception, where: str) -> InputError:
+    reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
+    return InputError(f"baselines cannot be read: {reason or type(error).__name__}", slug="unreadable", where=where)

@@ -1,0 +1,367 @@
+"""`traceloom diff`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from html import escape
+from typing import TYPE_CHECKING, Literal, TextIO
+
+from rich.text import Text
+
+from traceloom import __version__
+from traceloom.analyze import Comparison
+from traceloom.report.document import Col, ReportOptions, Table
+from traceloom.report.figure import bar, draw_icicle, legend, text
+from traceloom.report.labels import short
+from traceloom.report.views import terminal
+from traceloom.report.views.page import key_numbers, list_sections, render_page
+from traceloom.report.views.page_table import table
+from traceloom.report.views.terminal import table_lines
+from traceloom.report.views.terminal_table import DIM, paragraph
+from traceloom.system import units
+from traceloom.system.files import restore_addresses
+from traceloom.trace.frames import to_rows
+from traceloom.trace.session import Session
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.comparison import (
+        ComparedBoxRow,
+        ComparedInputRow,
+        ComparedOperatorRow,
+        ComparedRunValue,
+        ComparisonDocument,
+    )
+    from traceloom.report.documents.verdict import VerdictDocument
+
+
+FORMAT = "traceloom-diff"
+VERSION = 1
+
+
+def build(comparison: Comparison, base: Session, new: Session) -> ComparisonDocument:
+    """The document.
+
+    Times are integer nanoseconds per step; `base_kernel`, `new_kernel`, shapes and ranks are null where that side does
+    not have or say them.
+
+    Args:
+        comparison: The comparison.
+        base: What it was.
+        new: What it is now.
+    """
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "traceloom": __version__,
+        "base": _run(base),
+        "new": _run(new),
+        "sentence": comparison.sentence,
+        "comparable": comparison.comparable,
+        "account": comparison.account,
+        "base_ns": comparison.base_ns,
+        "new_ns": comparison.new_ns,
+        "difference_ns": comparison.difference_ns,
+        "change": comparison.change,
+        "conditions": to_rows(comparison.conditions),
+        "breakdown": to_rows(comparison.breakdown),
+        "kernels": to_rows(comparison.kernels),
+        "operators": to_rows(comparison.operators),
+        "tree": to_rows(comparison.tree),
+        "steps": to_rows(comparison.steps),
+    }
+
+
+def _run(run: Session) -> ComparedRunValue:
+    inputs: list[ComparedInputRow] = [
+        {
+            "path": restore_addresses(trace.meta.path),
+            "rank": trace.rank,
+            "world_size": trace.meta.world_size,
+            "events": trace.events.height,
+        }
+        for trace in run.traces
+    ]
+    return {"name": run.name, "inputs": inputs, "notices": [notice.to_dict() for notice in run.all_notices()]}
+
+
+_LAUNCHED = "of the GPU work that it launched itself, whenever it ran"
+_ON_THREAD = "of the step's thread in it, not below it"
+_SEPARATOR = " > "
+_HALF = 33  # letters of each of two names that stand for each other
+_DEEP = 3  # names of a path that are shown beside an operator
+
+
+def tables(document: ComparisonDocument) -> Iterator[Table]:
+    """Conditions that differ, then parts of the step, kernels and operators that changed."""
+    note = "Where a decisive one differs, times cannot be held against each other."
+    yield from conditions(document, "diff-conditions", note)
+    parts = [
+        {**row, "name": f"idle: {row['meaning']}" if row["part"].split(":")[0] == "idle" else row["part"]}
+        for row in sorted(document["breakdown"], key=lambda row: -abs(row["difference_ns"]))
+    ]
+    whole = {
+        "base_ns": document["base_ns"],
+        "new_ns": document["new_ns"],
+        "difference_ns": document["difference_ns"],
+        "change": document["change"],
+    }
+    subject = "each device" if document["account"] == "device" else "the step's thread (not both sides have GPU work)"
+    yield Table(
+        "diff-parts",
+        "Where the difference lies",
+        [*_times("mean per step", adds_up=True), Col("name", "Part", "name")],
+        [*parts, {"name": "the step", **whole, "of_step": document["change"]}],
+        note=f"Every nanosecond of {subject} in a usual step; the rows add up to the step, and so do their "
+        "differences.",
+    )
+    if rows := [row for row in document["kernels"] if row["status"] != "same"]:
+        yield Table(
+            "diff-kernels",
+            "Kernels, copies and fills",
+            [
+                Col("status", "What"),
+                *_times("mean per step", adds_up=True),
+                Col("operator", "Operator", hint="the operator that launched it"),
+                Col("count", "Count", hint="launched per step", narrow=False),
+                Col("name", "Kernel", "name"),
+            ],
+            [
+                {
+                    **row,
+                    "name": _renamed(row["base_kernel"], row["new_kernel"]),
+                    "count": _counts(row["base_count"], row["new_count"]),
+                }
+                for row in rows
+            ],
+            note=f"Of {len(document['kernels'])}: {_statuses(row['status'] for row in rows)}. Kernels of one operator "
+            "stand for each other, whatever their names.",
+        )
+    operators = document["operators"]
+    if document["account"] == "device":
+        changed = [
+            row for row in operators if row["status"] != "same" and (row["base_duration_ns"] or row["new_duration_ns"])
+        ]
+        title = "Operators by GPU work"
+        yield from _operators(changed, len(operators), "diff-operators", title, of="duration_", hint=_LAUNCHED)
+    changed = [row for row in operators if row["host_status"] != "same" and (row["base_host_ns"] or row["new_host_ns"])]
+    yield from _operators(changed, len(operators), "diff-host", "Operators by host time", of="host_", hint=_ON_THREAD)
+
+
+def conditions(document: ComparisonDocument | VerdictDocument, key: str, note: str) -> Iterator[Table]:
+    """The conditions that differ, where there are any; the note where a decisive one does."""
+    columns = [
+        Col("condition", "Condition", kept=True),
+        Col("base", "Base", kept=True),
+        Col("new", "New", kept=True),
+        Col("weight", "Weight", narrow=False),
+    ]
+    if differ := [row for row in document["conditions"] if not row["same"]]:
+        yield Table(key, "Conditions that differ", columns, differ, note="" if document["comparable"] else note)
+
+
+def _times(hint: str, of: str = "", *, adds_up: bool = False) -> list[Col]:
+    """Both sides and what changed; `of` is the prefix of the row's keys, which are of `base_{of}ns` then."""
+    difference = f"{of}difference_ns"
+    return [
+        Col(f"base_{of}ns", "Base", "time", hint, kept=True, scale="sides"),
+        Col(f"new_{of}ns", "New", "time", hint, kept=True, scale="sides"),
+        Col(difference, "Difference", "time", "new less base", kept=True, scale="sides"),
+        Col(f"{of}change", "Change", "change", "of the row itself: new over base, less 1"),
+        Col(
+            f"{of}of_step",
+            "Of step",
+            "change",
+            "the difference as a share of the base's step" + "; adds up to the change of the step" * adds_up,
+        ),
+        Col(difference, "faster │ slower", "delta", narrow=False),
+    ]
+
+
+def _operators(
+    changed: Sequence[ComparedOperatorRow], count: int, key: str, title: str, *, of: str, hint: str
+) -> Iterator[Table]:
+    """The operators that changed by one of their times, of so many, the largest differences first."""
+    status: Literal["host_status", "status"] = "host_status" if of == "host_" else "status"
+    difference: Literal["host_difference_ns", "duration_difference_ns"] = (
+        "host_difference_ns" if of == "host_" else "duration_difference_ns"
+    )
+    rows: list[dict[str, object]] = []
+    for row in sorted(changed, key=lambda row: -abs(row[difference])):
+        # the operator first, then what it stands in, the nearest first
+        names = (row["path"].split(_SEPARATOR)[1:] or [row["path"]])[::-1]
+        at = " in ".join(names[:_DEEP]) + (" in …" if len(names) > _DEEP else "")
+        rows.append({**row, "at": at, "count": _counts(row["base_count"], row["new_count"])})
+    if rows:
+        yield Table(
+            key,
+            title,
+            [
+                Col(status, "What"),
+                *_times(hint, of, adds_up=of == "host_"),
+                Col("count", "Count", hint="calls per step", narrow=False),
+                Col("at", "Operator", "name", "and what it stands in, the nearest first"),
+            ],
+            rows,
+            note=f"Of {count}: {_statuses(row[status] for row in changed)}. Times {hint}; aligned by place (with "
+            "a replay: by name), shapes and order.",
+        )
+
+
+def _statuses(statuses: Iterable[str]) -> str:
+    """How many of each status, as words."""
+    return ", ".join(f"{count} {status}" for status, count in Counter(statuses).items())
+
+
+def _counts(base: float, new: float) -> str:
+    """How often per step, on both sides where they differ."""
+    before, after = units.number(base), units.number(new)
+    return before if before == after else f"{before} → {after}"
+
+
+def _renamed(base: str | None, new: str | None) -> str:
+    if base == new or new is None:
+        return base or units.NONE
+    return new if base is None else f"{short(base, _HALF)} → {short(new, _HALF)}"
+
+
+Section = tuple[str, str, str, str]
+"""Id, title, note, HTML."""
+
+_COLOURS = {"compute": "compute", "communication": "communication", "copies": "memory", "operators": "op"}
+_UNKNOWN = dict.fromkeys(("change", "duration_change", "host_change"), "the base has none of it")
+_MOST_BOXES = 1_000  # of the call tree; the JSON has all
+_SIDES: tuple[tuple[Literal["base", "new"], Literal["base_ns", "new_ns"]], ...] = (
+    ("base", "base_ns"),
+    ("new", "new_ns"),
+)
+_TREE_NOTE = (
+    "The operators of a usual step, and what they call below them; as wide as the larger side of all they hold."
+)
+
+
+def render(document: ComparisonDocument) -> str:
+    """The comparison as one HTML page that needs nothing but itself."""
+    name = f"{document['base']['name']} → {document['new']['name']}"
+    columns = [
+        Col("side", "Side"),
+        Col("rank", "Rank", "count"),
+        Col("events", "Events", "count"),
+        Col("path", "File", "name"),
+    ]
+    files = [{"side": side, **entry} for side, _ in _SIDES for entry in document[side]["inputs"]]
+    data = standing(Table("diff-inputs", "Data", columns, files, note="What was read."))
+    # Both steps as bars of one scale
+    longest = max(document["base_ns"], document["new_ns"], 1)
+    out = []
+    for side, time in _SIDES:
+        sums: dict[str, int] = {}  # by kind: idle time as one
+        for row in document["breakdown"]:
+            kind = row["part"].split(":")[0]
+            sums[kind] = sums.get(kind, 0) + row[time]
+        parts = [(kind, _COLOURS.get(kind, "idle"), ns) for kind, ns in sums.items()]
+        whole = document[time]
+        out.append(
+            f'<p class="quiet">{side}: {units.duration(whole)}</p>{bar(parts, whole, longest)}{legend(parts, whole)}'
+        )
+
+    def steps(side: str) -> str:
+        count = sum(row["side"] == side for row in document["steps"])
+        return f"mean of {count} steps" if count > 1 else "one step"
+
+    shown = [
+        ("Base step", document["base_ns"], steps("base")),
+        ("New step", document["new_ns"], steps("new")),
+        ("Difference", document["difference_ns"], f"{units.change(document['change'])} of the base"),
+    ]
+    return render_page(
+        title=f"{document['sentence']} – {name}",
+        name=name,
+        headline=f'<h1>{text(document["sentence"])}</h1><div class="answer-bar">' + "".join(out) + "</div>",
+        numbers=key_numbers((label, units.duration(ns), f"{ns} ns", more) for label, ns, more in shown),
+        footer=(
+            f"<p>Traceloom {text(document['traceloom'])}</p>"
+            "<p>The same numbers for programs: <code>traceloom diff … -o diff.json</code></p>"
+        ),
+        **list_sections([*sections(document), data]),
+    )
+
+
+def sections(document: ComparisonDocument) -> Iterator[Section]:
+    """The tables of a comparison, with the call tree behind where the difference lies."""
+    for each in tables(document):
+        yield standing(each)
+        if each.key == "diff-parts" and (picture := call_tree(document["tree"])):
+            yield "diff-tree-section", "Call tree", _TREE_NOTE, picture
+
+
+def standing(data_table: Table) -> Section:
+    """A table as a section of its own."""
+    drawn = table(data_table.key, data_table.columns, data_table.rows, _UNKNOWN, data_table.title)
+    return f"{data_table.key}-section", escape(data_table.title), text(data_table.note), drawn
+
+
+def call_tree(tree: list[ComparedBoxRow]) -> str:
+    """Both runs in one flame graph: the largest boxes; what the others hold is held by those above them."""
+    host = [(row["base_host_ns"], row["new_host_ns"]) for row in tree]
+    device = [(row["base_duration_ns"], row["new_duration_ns"]) for row in tree]
+    wide: list[list[int]] = []  # the larger side of what a box took itself, and all boxes below it
+    for times in (host, device):
+        own = [list(both) for both in times]
+        for row, both in zip(tree, times, strict=True):
+            if (parent := row["parent"]) is not None:
+                own[parent] = [had - taken for had, taken in zip(own[parent], both, strict=True)]
+        widths = [max(both) for both in own]
+        for at in range(len(tree) - 1, 0, -1):
+            if (parent := tree[at]["parent"]) is not None:
+                widths[parent] += widths[at]
+        wide.append(widths)
+    weight = [max(sizes[at] / max(sizes[0], 1) for sizes in wide) for at in range(len(tree))]
+    # A box is no larger than that above it, which stands before it: what is above a chosen box is chosen as well.
+    drawn = [at for at in range(len(tree)) if weight[at] > 0]
+    chosen = sorted(sorted(drawn, key=lambda at: -weight[at])[:_MOST_BOXES])
+    number = {at: k for k, at in enumerate(chosen)}
+    nodes, sides = [], []
+    for at in chosen:
+        row = tree[at]
+        parent = row["parent"]
+        above = None if parent is None else number.get(parent)
+        nodes.append((above, row["name"], 0, wide[0][at], wide[1][at]))
+        sides.append({"count": (row["base_count"], row["new_count"]), "host": host[at], "device": device[at]})
+    words = (("faster", "less than in the base"), ("idle", "the same"), ("slower", "more, or new"))
+    colours = "".join(f'<li><i class="swatch b-{colour}"></i>{meaning}</li>' for colour, meaning in words)
+    small = len(drawn) - len(chosen)
+    note = f"{units.count(small)} smaller boxes are counted to those above them; the JSON has all." if small else ""
+    picture = draw_icicle(nodes, label="Call tree of both runs by time", note=note, sides=sides)
+    return f'<ul class="legend changes">{colours}</ul>{picture}' if nodes else ""
+
+
+def show(document: ComparisonDocument, top: int, stream: TextIO) -> None:
+    """Write the comparison to a stream.
+
+    Args:
+        document: Of `traceloom.report.comparison.build`.
+        top: Rows of each table.
+        stream: Where to; with colours where it is a terminal.
+    """
+    terminal.put(partial(render_terminal, document, top), stream)
+
+
+def render_terminal(document: ComparisonDocument, top: int, width: int) -> Iterator[Text]:
+    """The lines, none wider than `width`."""
+    yield from sides((document["base"]["name"], 1), (document["new"]["name"], 1), width)
+    yield from paragraph(document["sentence"], width, "bold")
+    for table in tables(document):
+        # What differs is never cut short: it decides how the rest is read.
+        rows = len(table.rows) if table.key in ("diff-conditions", "diff-parts") else top
+        yield from table_lines(table, ReportOptions(top=rows), width)
+
+
+def sides(base: tuple[str, int], new: tuple[str, int], width: int) -> Iterator[Text]:
+    """What the base and the new side are called, and of how many runs each is where they are several."""
+    for side, (name, runs) in (("base", base), ("new", new)):
+        run_count = f" ({units.count_of(runs, 'run')})" if runs > 1 else ""
+        shown = short(name, width - 6 - len(run_count))
+        yield Text.assemble((f"{side:<5}", DIM), (shown, "bold"), run_count)
+    yield Text("")

@@ -1,0 +1,389 @@
+"""`traceloom replay`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, BinaryIO, cast
+
+import numpy as np
+import polars as pl
+from rich.text import Text
+
+from traceloom import __version__
+from traceloom.graph import graph as gs
+from traceloom.graph.graph import Graph
+from traceloom.report.before_after import BeforeAfter, pack_both
+from traceloom.report.comparison import standing
+from traceloom.report.document import Cells, Col, ReportOptions, Table, yes_or_no
+from traceloom.report.figure import inline_code, scatter, text
+from traceloom.report.labels import group_by_ranks, short
+from traceloom.report.sections.section import Columns, table
+from traceloom.report.views.files import ResultFiles, encode
+from traceloom.report.views.page import asset, key_numbers, list_sections, render_page
+from traceloom.report.views.terminal import table_lines
+from traceloom.report.views.terminal_table import heading, paragraph
+from traceloom.system import units
+from traceloom.system.text import encode_utf8
+from traceloom.trace.frames import cast_to_schema
+from traceloom.workload.replay.comparison import LONG_NS, TABLES, ReplayComparison
+
+if TYPE_CHECKING:
+    from traceloom.report.documents import ReplayDocument
+    from traceloom.report.documents.replay import ReplayWholeRow
+
+
+FORMAT = "traceloom-replay"
+VERSION = 1
+
+
+def build(comparison: ReplayComparison) -> ReplayDocument:
+    """The document: the answer, what it cannot tell, and its tables but that of single ops."""
+    plain = comparison.to_dict()  # frames as lists of rows
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "traceloom": __version__,
+        "sentence": sentence(comparison),
+        "limits": [*limits(comparison)],
+        "source": comparison.source,
+        "recorded_torch": comparison.recorded_torch,
+        "torch": comparison.torch,
+        "device": comparison.device,
+        "pace": comparison.pace,
+        "whole": plain["whole"],
+        "coverage": plain["coverage"],
+        "not_run": plain["not_run"],
+        "holes": plain["holes"],
+        "ops": plain["ops"],
+        "collectives": plain["collectives"],
+        "contents": plain["contents"],
+        "long_count": comparison.long_count,
+        "long_ratios": plain["long_ratios"],
+        "environment": plain["environment"],
+        "notices": [notice.to_dict() for notice in comparison.notices],
+        "machine": comparison.machine,
+        "simulated": plain["simulated"],
+        "not_simulated": comparison.not_simulated,
+    }
+
+
+def write_json(comparison: ReplayComparison, handle: BinaryIO) -> None:
+    """The document as JSON."""
+    handle.write(encode(build(comparison)))
+
+
+def slowest(comparison: ReplayComparison) -> ReplayWholeRow:
+    """The row of `whole` of the rank whose passes took longest."""
+    row = comparison.whole.sort("replayed_ns", "rank", descending=[True, False]).row(0, named=True)
+    return cast("ReplayWholeRow", row)
+
+
+def on_gpu(whole: Iterable[ReplayWholeRow]) -> bool:
+    """Whether both sides know the GPU work of some op, by the rows of `whole`."""
+    return any(row["gpu_ratio"] is not None for row in whole)
+
+
+def covered(comparison: ReplayComparison) -> float:
+    """The share of the recorded time of all ranks' ops that ran as they are; of their number where none was timed."""
+    coverage = comparison.coverage
+    by = "recorded_ns" if coverage["time_share"].is_not_null().any() else "count"
+    return float(coverage.filter(outcome="run")[by].sum()) / max(float(coverage[by].sum()), 1.0)
+
+
+def sentence(comparison: ReplayComparison) -> str:
+    """The answer in words."""
+    if not comparison.whole.height:
+        return "Nothing was replayed."
+    row = slowest(comparison)
+    what = "the step" if row["recorded_ns"] is not None else "a pass"
+    subject = f"On rank {row['rank']}, {what}" if comparison.whole.height > 1 else what.capitalize()
+    answer = f"{subject} took {units.duration(row['replayed_ns'])}"
+    if row["recorded_ns"] is not None:
+        answer += f", {row['ratio']:.2f} times the recorded {units.duration(row['recorded_ns'])}"
+        if row["cpu_ratio"] is not None:
+            answer += f" (processor time: {row['cpu_ratio']:.2f} times)"
+    elif row["ops_ratio"] is not None:
+        answer += f"; its ops took {row['ops_ratio']:.2f} times as long as recorded"
+    if row["gpu_ratio"] is not None:
+        answer += f"; its GPU work took {row['gpu_ratio']:.2f} times as long as recorded"
+    timed = comparison.coverage["time_share"].is_not_null().any()
+    ran = f"{units.share(covered(comparison), 1)} of {'the time of its ops' if timed else 'its ops'}"
+    on_gpus = comparison.coverage.drop_nulls("recorded_gpu_ns")
+    if comparison.device != "cpu" and (work := int(on_gpus["recorded_gpu_ns"].sum())):
+        ran += f" and {units.share(int(on_gpus.filter(outcome='run')['recorded_gpu_ns'].sum()), work)} of its GPU work"
+    return " ".join([f"{answer}. {ran} ran.", *compare_with_simulation(comparison)])
+
+
+def compare_with_simulation(comparison: ReplayComparison) -> Iterator[str]:
+    """The slowest rank's replay beside its simulation, in words; nothing where there is none."""
+    for row in comparison.simulated.filter(rank=slowest(comparison)["rank"]).iter_rows(named=True):
+        between = "with" if comparison.pace == "recorded" else "without"
+        differs = "" if row["difference"] is None else f" ({units.change(row['difference'])} against the replay)"
+        yield (
+            f"Simulated on {comparison.machine}, the same ops {between} the host's gaps take "
+            f"{units.duration(row['simulated_ns'])}{differs}."
+        )
+
+
+def limits(comparison: ReplayComparison) -> Iterator[str]:
+    """What these times do not tell, in words; one sentence each."""
+    if not comparison.whole.height:
+        return
+    if comparison.not_simulated:
+        yield f"It was not simulated on {comparison.machine}: {comparison.not_simulated}."
+    row = slowest(comparison)
+    in_ops = int(comparison.coverage.filter(rank=row["rank"])["recorded_ns"].sum())
+    if comparison.pace == "fast" and row["recorded_ns"] and row["recorded_ns"] > in_ops:
+        outside = row["recorded_ns"] - in_ops
+        share = units.share(outside, row["recorded_ns"])
+        compiled = comparison.holes.filter(rank=row["rank"]).height
+        between = "Python, loading, waiting, kernels of compiled code" if compiled else "Python, loading, waiting"
+        yield (
+            f"{units.duration(outside)} of the recorded step ({share}) passed between ops: {between}. The pace `fast` "
+            "leaves it out; --pace recorded keeps it."
+        )
+    of_one_side = comparison.each.filter(pl.col("recorded_gpu_ns").is_null() != pl.col("replayed_gpu_ns").is_null())
+    if comparison.whole["gpu_ratio"].is_not_null().any() and of_one_side.height:
+        recorded, here = (units.duration(int(of_one_side[f"{side}_gpu_ns"].sum())) for side in ("recorded", "replayed"))
+        yield (
+            f"GPU work of {units.count_of(of_one_side.height, 'op')} is known of one side alone ({recorded} as "
+            f"recorded, {here} here): it is in no ratio."
+        )
+    if hidden := int(comparison.holes["recorded_ns"].sum()):
+        took = units.duration(hidden)
+        yield f"{took} of the recorded steps ran in compiled kernels, which no host trace shows: not replayed."
+    contents = comparison.contents
+    guessed = contents.filter(pl.col("evidence").is_null() | (pl.col("evidence") == "guess"))
+    if guessed.height:
+        tensors, size = units.count_of(int(guessed["count"].sum()), "tensor"), units.size(int(guessed["bytes"].sum()))
+        yield (
+            f"What {tensors} of {units.count(int(contents['count'].sum()))} from outside held is a guess ({size}): ops "
+            "whose time depends on contents may differ."
+        )
+    if comparison.collectives.filter("asynchronous", pl.col("on_gpu").not_()).height:
+        yield "Asynchronous communication goes on after its calls: how long it took is not compared."
+    if comparison.recorded_torch and comparison.torch and comparison.recorded_torch != comparison.torch:
+        yield f"It was recorded with torch {comparison.recorded_torch} and replayed with {comparison.torch}."
+
+
+def _html(comparison: ReplayComparison, handle: BinaryIO) -> None:
+
+    handle.write(encode_utf8(render(build(comparison), comparison)))
+
+
+_WHOLE_MORE: Columns = ["+recorded_ops_ns", "+replayed_ops_ns", "+ops_ratio", "+peak_bytes"]
+_WHOLE: Columns = [
+    "?rank", "recorded_ns", "replayed_ns", "ratio", "recorded_cpu_ns", "replayed_cpu_ns", "cpu_ratio",
+    *_WHOLE_MORE,
+]  # fmt: skip
+_OP = Col("op", "Op and shapes", "name", "shapes of the tensors that it takes")
+_TABLES: tuple[tuple[str, str, str, Columns], ...] = (
+    ("whole", "The whole", "A recorded step against a pass of the replay; medians.", _WHOLE),
+    (
+        "simulated", "Beside its simulation",
+        "A pass against the recorded steps on the machine that was named: the same ops of the same ranks.",
+        ["?rank", "step_count", "replayed_ns", "simulated_ns", "difference"],
+    ),
+    (
+        "coverage", "Coverage", "What became of the recorded ops; shares of a rank add up.",
+        ["?rank", "outcome", "reason", "count", "count_share", "recorded_ns", "time_share"],
+    ),
+    (
+        "not_run", "Did not run as recorded", "Most recorded time first.",
+        ["?rank", "outcome", "reason", "count", "recorded_ns", "name", "+text"],
+    ),
+    (
+        "holes", "Compiled code", "Time that no host trace shows, and no replay.",
+        ["?rank", "recorded_ns", "count", "name"],
+    ),
+    (
+        "ops", "Ops", "By name and shapes, over all ranks: where most time was lost or won comes first.",
+        ["lost_ns", "recorded_ns", "replayed_ns", "ratio", "+p10_ratio", "+p50_ratio", "+p90_ratio", "calls",
+         _OP],
+    ),
+    (
+        "collectives", "Collectives", "Of one each; the call and the wait for it.",
+        ["?rank", "kind", "+group", "group_size", "size_bytes", "count", "recorded_ns", "replayed_ns", "ratio",
+         "recorded_gb_per_s", "replayed_gb_per_s", "+asynchronous"],
+    ),
+    (
+        "contents", "Contents", "What tensors from outside held, and how that is known.",
+        ["?rank", "content", "evidence", "count", "bytes"],
+    ),
+)  # fmt: skip
+
+# Where GPU work was measured, ops are held against each other by it: a host clock sees their launches alone.
+_ON_GPU: dict[str, tuple[str, Columns]] = {
+    "whole": (
+        "A recorded step against a pass of the replay; medians.",
+        ["?rank", "recorded_ns", "replayed_ns", "ratio", "+recorded_cpu_ns", "+replayed_cpu_ns", "cpu_ratio",
+         "recorded_gpu_ns", "replayed_gpu_ns", "gpu_ratio", *_WHOLE_MORE],
+    ),
+    "coverage": (
+        "What became of the recorded ops; shares of a rank add up.",
+        ["?rank", "outcome", "reason", "count", "count_share", "recorded_ns", "time_share", "+recorded_gpu_ns",
+         "gpu_share"],
+    ),
+    "collectives": (
+        "Of one each: its GPU work where both sides know that, else the call and the wait for it.",
+        ["?rank", "kind", "+group", "group_size", "size_bytes", "count", "on_gpu", "recorded_ns", "replayed_ns",
+         "ratio", "recorded_gb_per_s", "replayed_gb_per_s", "+asynchronous"],
+    ),
+    "ops": (
+        "GPU work that ops launched, by their name and shapes, over all ranks: where most was lost or won comes first.",
+        ["gpu_lost_ns", "recorded_gpu_ns", "replayed_gpu_ns", "gpu_ratio", "+recorded_ns", "+replayed_ns", "calls",
+         _OP],
+    ),
+}  # fmt: skip
+_TABLES_ON_GPU = tuple((key, title, *_ON_GPU.get(key, (note, columns))) for key, title, note, columns in _TABLES)
+
+
+def tables(document: ReplayDocument) -> Iterator[Table]:
+    """The tables that have rows."""
+    rows_of: dict[str, Sequence[Cells]] = {
+        "whole": document["whole"],
+        "simulated": document["simulated"],
+        "coverage": document["coverage"],
+        "not_run": document["not_run"],
+        "holes": document["holes"],
+        "ops": [{**row, "op": f"{row['name']} {row['shapes']}"} for row in document["ops"]],
+        "collectives": [
+            {**row, "on_gpu": yes_or_no(row["on_gpu"]), "asynchronous": yes_or_no(row["asynchronous"])}
+            for row in document["collectives"]
+        ],
+        "contents": document["contents"],
+    }
+    for key, title, note, columns in _TABLES_ON_GPU if on_gpu(document["whole"]) else _TABLES:
+        if rows := rows_of[key]:
+            yield replace(table(f"replay_json.{key}", title, columns, rows, note, key=f"replay-{key}"), path="")
+
+
+_ABOUT_TIMELINE = (
+    "Every thread as recorded (before) and, below it, as replayed (after), on one axis: op after op, each as long as "
+    "its median; the recorded ones with the host's gaps between them. What was not timed on both sides is not drawn."
+)
+_ABOUT_SCATTER = "Above the line the replay took longer, below it less."
+_GPU_SCATTER = f"GPU work that a call launched. {_ABOUT_SCATTER}"
+_HOST_TIMELINE = f"{_ABOUT_TIMELINE} These are times of the host; GPU work is not drawn."
+
+
+def render(document: ReplayDocument, comparison: ReplayComparison) -> str:
+    """The document as one HTML page that needs nothing but itself.
+
+    Args:
+        document: What `traceloom.report.replay.build` made of the comparison.
+        comparison: The comparison, whose single ops are drawn.
+    """
+    name, view = str(document["source"]), timeline(comparison)
+    return render_page(
+        title=f"Replayed: {name}",
+        name=f"Replayed: {name}",
+        headline=f"<h1>{text(document['sentence'])}</h1>",
+        numbers=key_numbers((title, value, "", more) for title, value, more in _numbers(comparison)),
+        footer=(
+            f"<p>Traceloom {text(document['traceloom'])}</p>"
+            "<p>The same for programs: <code>traceloom replay … -o replay.json</code>; every op: "
+            "<code>-o each.csv</code>; a script that needs torch alone: <code>-o replay.py</code></p>"
+        ),
+        data=view.payload if view else "",
+        **list_sections(_sections(document, view)),
+    )
+
+
+def timeline(comparison: ReplayComparison) -> BeforeAfter | None:
+    """Both timelines; None where no op was timed."""
+    each = comparison.each.with_columns(pl.col("gap_ns").fill_null(0))
+    if not each.height:
+        return None
+    lanes = each.select("rank", "thread").unique(maintain_order=True).with_row_index("lane")
+    numbered = each.drop("node", "op").join(lanes, on=["rank", "thread"], maintain_order="left").with_row_index("node")
+    communicates = pl.col("name").str.starts_with("c10d::")
+
+    def graph(side: str, *, with_gaps: bool) -> Graph:
+        length = pl.col(f"{side}_ns") + (pl.col("gap_ns") if with_gaps else 0)
+        nodes = numbered.with_columns(
+            pl.when(communicates).then(pl.lit(gs.COLLECTIVE)).otherwise(pl.lit(gs.HOST)).alias("kind"),
+            pl.lit("op").alias("category"),
+            (length.cum_sum().over("rank") - pl.col(f"{side}_ns")).alias("start_ns"),
+            *(pl.col(f"{side}_ns").alias(column) for column in ("duration_ns", "work_ns")),
+            pl.lit(0).alias("residual_ns"),
+        )  # fmt: skip
+        missing = [pl.lit(None).alias(column) for column in gs.GRAPH_SCHEMAS["nodes"] if column not in nodes.columns]
+        nodes = cast_to_schema(nodes.with_columns(missing), gs.GRAPH_SCHEMAS["nodes"])
+        return Graph(nodes, gs.empty_frame("edges"), _lanes(lanes))
+
+    recorded, replayed = graph("recorded", with_gaps=True), graph("replayed", with_gaps=comparison.pace == "recorded")
+    ranks = comparison.whole.select(
+        "rank", before_ns=pl.coalesce("recorded_ns", "recorded_ops_ns"), after_ns="replayed_ns"
+    ).with_columns(saved_ns=pl.col("before_ns") - pl.col("after_ns"))
+    changed = np.zeros(each.height, dtype=np.bool_)
+    return pack_both(recorded, replayed, changed, ranks, words=("recorded", "replayed"), paths=False)
+
+
+def _lanes(lanes: pl.DataFrame) -> pl.DataFrame:
+    named = lanes.with_columns(kind=pl.lit("host"), name=pl.format("thread {}", "thread"))
+    missing = [pl.lit(None).alias(column) for column in gs.GRAPH_SCHEMAS["lanes"] if column not in named.columns]
+    return cast_to_schema(named.with_columns(missing), gs.GRAPH_SCHEMAS["lanes"])
+
+
+def _numbers(comparison: ReplayComparison) -> Iterator[tuple[str, str, str]]:
+    if not comparison.whole.height:
+        return
+    row = slowest(comparison)
+    if row["recorded_ns"] is not None:
+        steps = units.count_of(row["step_count"], "timed step")
+        yield "Recorded step", units.duration(row["recorded_ns"]), f"median of {steps}"
+    yield "Replayed", units.duration(row["replayed_ns"]), f"median of {units.count_of(row['pass_count'], 'pass')}"
+    if row["cpu_ratio"] is not None:
+        yield "Processor time", f"{row['cpu_ratio']:.2f} ×", f"{units.duration(row['replayed_cpu_ns'])} in the replay"
+    if row["gpu_ratio"] is not None:
+        yield "GPU work", f"{row['gpu_ratio']:.2f} ×", f"{units.duration(row['replayed_gpu_ns'])} in the replay"
+    for simulated in comparison.simulated.filter(rank=row["rank"]).iter_rows(named=True):
+        differs = (
+            "" if simulated["difference"] is None else f"{units.change(simulated['difference'])} against the replay, "
+        )
+        yield "Simulated", units.duration(simulated["simulated_ns"]), f"{differs}on {comparison.machine}"
+    yield "Coverage", units.share(covered(comparison), 1), "of what was recorded ran as it is"
+    if comparison.long_ratios is not None:
+        low, median, high = comparison.long_ratios
+        least = units.duration(LONG_NS)
+        more = f"P10–P90 {low:.2f}–{high:.2f}, of {units.count_of(comparison.long_count, 'op')} from {least} on"
+        yield "Ratio of ops", f"{median:.2f}", more
+
+
+def _sections(document: ReplayDocument, view: BeforeAfter | None) -> Iterator[tuple[str, str, str, str]]:
+    notes = dict.fromkeys([*document["limits"], *(sentence for _, sentence in group_by_ranks(document["notices"]))])
+    listed = "".join(f"<li>{inline_code(note)}</li>" for note in notes) or "<li>Nothing is known of.</li>"
+    yield "limits", "What it cannot show", "What these times do not tell.", f"<ul>{listed}</ul>"
+    of_gpu = on_gpu(document["whole"])
+    if picture := scatter(document["ops"], of_gpu=of_gpu):
+        yield "scatter", "Recorded and replayed", _GPU_SCATTER if of_gpu else _ABOUT_SCATTER, picture
+    if view is not None:
+        note = f'<p class="quiet">{inline_code(view.said)}</p>' if view.said else ""
+        yield "timeline", "Timelines", _HOST_TIMELINE if of_gpu else _ABOUT_TIMELINE, note + asset("timeline.html")
+    for each in tables(document):
+        yield standing(each)
+
+
+REPLAY = ResultFiles("replay", TABLES, {".json": write_json, ".html": _html, ".htm": _html})
+
+_ROWS = 8
+_LEFT_TO_FILES = "replay-contents"  # the page and the JSON have it; a limit says what matters of it
+
+
+def render_terminal(document: ReplayDocument, width: int) -> Iterator[Text]:
+    """The lines, none wider than `width`."""
+    yield Text(short(document["source"], width), "bold")
+    yield Text("")
+    yield from paragraph(document["sentence"], width, "bold")
+    for notice, sentence in group_by_ranks(document["notices"]):
+        if notice["severity"] != "info":
+            yield from paragraph(f"{notice['severity']}: {sentence} [{notice['slug']}]", width)
+    for each in tables(document):
+        if each.key != _LEFT_TO_FILES:
+            yield from table_lines(each, ReportOptions(top=_ROWS), width)
+    if document["limits"]:
+        yield from heading("What it cannot show", "", width)
+        for limit in document["limits"]:
+            yield from paragraph(limit, width)

@@ -1,0 +1,353 @@
+"""`traceloom report`: head, ranks, answer, sections asked for; faults of one section.
+
+Everything that is shown (terminal, page, Markdown) is drawn from it. Its keys are described in
+docs/reference/report-json.md and docs/reference/report.schema.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import polars as pl
+
+from traceloom import __version__, analyze
+from traceloom.analyze.quality import affected
+from traceloom.errors import InvariantError, TraceloomError
+from traceloom.report.document import ReportOptions, UnknownValues
+from traceloom.report.findings import start_findings
+from traceloom.report.sections import FAILED, FINDINGS, KEYS, NOT_ASKED, chosen, core, reasons, section_of
+from traceloom.report.sections.section import Measurements, RankMeasurements, measure
+from traceloom.system.files import restore_addresses
+from traceloom.trace.batch import of_steps, together
+from traceloom.trace.frames import to_rows
+from traceloom.trace.notice import Notice, worst_first
+from traceloom.trace.session import Session
+
+if TYPE_CHECKING:
+    from traceloom.report.documents import ReportDocument
+    from traceloom.report.documents.head import ReportHead
+    from traceloom.report.documents.report import (
+        AbsentRow,
+        DeviceRow,
+        DeviceTimeRow,
+        GpuAccountRow,
+        InputRow,
+        NoticeRow,
+        RankRow,
+        RunRow,
+        StepRow,
+        StepTimesRow,
+    )
+
+
+T = TypeVar("T")
+
+
+class SectionErrors:
+    """What failed while a report was made.
+
+    Args:
+        named: What was asked for by name: its failure is the failure of the report.
+    """
+
+    def __init__(self, named: tuple[str, ...] | None) -> None:
+        self._named = named or ()
+        self._found: dict[str, Exception] = {}
+
+    def guard(self, key: str, work: Callable[[], T]) -> T | None:
+        """Do the work of a section; None where it fails, or has failed already.
+
+        Raises:
+            TraceloomError: What the work says of its input.
+            Exception: Any failure of a section that was requested by name.
+        """
+        if key in self._found:
+            return None
+        try:
+            return work()
+        except Exception as error:
+            internal = isinstance(error, InvariantError) or not isinstance(error, TraceloomError)
+            if key in self._named or not internal:
+                raise
+            self._found[key] = error
+            return None
+
+    def failed(self, key: str) -> bool:
+        """Whether a section is lost."""
+        return key in self._found
+
+    def say(self, key: str, absent: UnknownValues, *paths: str) -> None:
+        """Say why a section is not there: under its key, or the paths that it gives."""
+        error = self._found[key]
+        for path in paths or (key,):
+            absent.say(path, f"{FAILED}: {type(error).__name__}: {error}")
+
+    def notices(self) -> tuple[Notice, ...]:
+        """One per section that is lost."""
+        return tuple(
+            Notice(
+                "section-failed",
+                "warning",
+                f"{key} could not be worked out, by a fault of Traceloom ({type(error).__name__}: {error}); everything "
+                f"else holds; `--only {key} --debug` shows where",
+            )
+            for key, error in self._found.items()
+        )
+
+
+FORMAT = "traceloom-report"
+VERSION = 1
+
+
+def build(session: Session, options: ReportOptions | None = None, *, beside: bool = False) -> ReportDocument:
+    """The document of one run.
+
+    Times are integer nanoseconds; every `start_ns` and `time_ns` is relative to `epoch_ns`. Unknown values are null
+    and explained in `absent`.
+
+    Args:
+        session: The run.
+        options: Which ranks and steps, and how operators are counted. `top` and `sort` do not change the document.
+        beside: Whether the findings of a large job may be worked out in a process of its own, to which models that a
+            script has registered are not known.
+
+    Raises:
+        UsageError: slugs `no-such-rank`, `no-such-step`, `no-such-section`.
+    """
+    options = options or ReportOptions()
+    chosen_sections = chosen(options.only)
+    whole = selected(session, replace(options, steps=None))
+    part = selected(session, options)
+    absent = UnknownValues(part.epoch_ns, reasons(chosen_sections))
+    faults = SectionErrors(options.only)
+    with (
+        start_findings(whole, options, part.epoch_ns, beside=beside) as findings_of,
+        together(whole.traces),
+        together(part.traces),
+    ):
+        # All of one rank before the next: what several sections need of a trace is worked out once and then forgotten,
+        # so that a run of many ranks needs the memory of one, or of several small ones that are looked at together.
+        ranks: list[RankMeasurements] = []
+        results: dict[str, list[Any]] = {chosen_section.key: [] for chosen_section in chosen_sections}
+        for trace, shown in zip(whole.traces, part.traces, strict=True):
+            ranks.append(measure(trace, options.steps, by_shape=options.by_shape))
+            for each in chosen_sections:
+                results[each.key].append(faults.guard(each.key, partial(each.measure, shown, options)))
+        # The chosen sections, one after the other; null where not asked for, or where one fails.
+        study: Measurements[Any] = Measurements(whole, part, options, ())
+        sections: dict[str, Any] = {}
+        for key in KEYS:
+            if key not in results:
+                absent.say(key, NOT_ASKED)
+                sections[key] = None
+                continue
+            build_one = partial(section_of(key).build, replace(study, results=results.pop(key)), absent)
+            sections[key] = faults.guard(key, build_one)
+            if faults.failed(key):
+                faults.say(key, absent)
+        findings, context = faults.guard(FINDINGS, partial(findings_of, absent)) or ([], None)
+    core_study = Measurements(whole, part, options, ranks)
+    core_values = {each.key: each.build(core_study, absent) for each in core() if not each.shows_only}
+    if faults.failed(FINDINGS):
+        faults.say(FINDINGS, absent, "findings", "findings_ground")
+    of_ranks = tuple(n.of_rank(m.trace.rank) for m in ranks for n in m.notices)
+    notices = whole.all_notices() + of_ranks + faults.notices()
+    answer = analyze.answer(part, [m.facts for m in ranks])
+    if answer.step_ns is None:
+        absent.say("answer.step_ns")
+    return {
+        **_head(session.name, part.epoch_ns),
+        "answer": {
+            "sentence": answer.sentence,
+            "step_ns": answer.step_ns,
+            "whole_ns": answer.whole_ns,
+            "parts": to_rows(answer.parts),
+        },
+        "inputs": _inputs((whole,), absent),
+        "notices": _notices(notices, absent),
+        "capture": absent.value(session.capture, "capture"),
+        "ranks": [rank_entry(m, absent, cut=options.steps is not None) for m in ranks],
+        **cast("ReportDocument", core_values | sections),
+        "findings": findings,
+        "findings_ground": context,
+        "runs": [],
+        "absent": absent.to_list(),
+    }
+
+
+def selected(session: Session, options: ReportOptions) -> Session:
+    """The part of a session that a report with these options is about."""
+    whole = session if options.ranks is None else session.of_ranks(options.ranks)
+    return whole if options.steps is None else of_steps(whole, options.steps)
+
+
+def build_runs(sessions: Sequence[Session], name: str, commands: list[str]) -> ReportDocument:
+    """The summary document of several runs: a row each in `runs`, with the command that reports it alone."""
+    absent = UnknownValues(0)
+    notices = tuple(n for session in sessions for n in session.notices)
+    runs: list[RunRow] = []
+    for session, command in zip(sessions, commands, strict=True):
+        spans = [(t.start_ns, t.end_ns) for t in session.traces if t.events.height]
+        window = max(end for _, end in spans) - min(start for start, _ in spans) if spans else None
+        runs.append(
+            {
+                "name": session.name,
+                "ranks": len(session.traces),
+                "world_size": absent.value(session.world_size, "runs[*].world_size"),
+                "window_ns": absent.value(window, "runs[*].window_ns"),
+                "steps": max((t.steps.height for t in session.traces), default=0),
+                "events": session.event_count,
+                "sentence": analyze.answer(session).sentence,
+                "command": command,
+            }
+        )
+    unknown: list[AbsentRow] = [
+        {"path": path, "reason": "several runs are summed up; report one of them to see it"}
+        for path in sorted(["answer.step_ns", *_CORE, *KEYS])
+    ]
+    return {
+        **_head(name, 0),
+        "answer": {
+            "sentence": f"{len(sessions)} runs; choose one to see where its time goes.",
+            "step_ns": None,
+            "whole_ns": 0,
+            "parts": [],
+        },
+        "inputs": _inputs(sessions, absent),
+        "notices": _notices(notices, absent),
+        "capture": None,
+        "ranks": [],
+        "kernels": [],
+        "operators": [],
+        "modules": [],
+        "communication": {"collectives": [], "ranks": []},
+        "memory": {"devices": [], "curve": []},
+        "data_loading": None,
+        **cast("ReportDocument", dict.fromkeys(KEYS)),
+        "findings": [],
+        "findings_ground": None,
+        "runs": runs,
+        "absent": unknown + absent.to_list(),
+    }
+
+
+_CORE = (
+    "capture",
+    "communication",
+    "data_loading",
+    "findings",
+    "findings_ground",
+    "kernels",
+    "memory",
+    "modules",
+    "operators",
+    "ranks",
+)
+
+
+def _head(name: str, epoch_ns: int) -> ReportHead:
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "traceloom": __version__,
+        "name": name,
+        "epoch_ns": str(epoch_ns),
+    }
+
+
+def _inputs(sessions: Sequence[Session], absent: UnknownValues) -> list[InputRow]:
+    return [
+        {
+            "path": restore_addresses(trace.meta.path),
+            "kind": trace.meta.kind,
+            "rank": absent.value(trace.meta.rank, "inputs[*].rank"),
+            "world_size": absent.value(trace.meta.world_size, "inputs[*].world_size"),
+            "host": absent.value(trace.meta.host, "inputs[*].host"),
+            "events": trace.events.height,
+            "versions": dict(trace.meta.versions),
+            "settings": dict(trace.meta.settings),
+        }
+        for session in sessions
+        for trace in session.traces
+    ]
+
+
+def _notices(notices: tuple[Notice, ...], absent: UnknownValues) -> list[NoticeRow]:
+    # Readers and analyses may notice the same thing; it is said once per rank and place.
+    distinct = tuple({(n.slug, n.rank, n.where, n.message): n for n in notices}.values())
+    if any(notice.rank is None for notice in distinct):
+        absent.say("notices[*].rank")
+    return [{**notice.to_dict(), "affects": affected(notice.slug)} for notice in worst_first(distinct)]
+
+
+def rank_entry(measured: RankMeasurements, absent: UnknownValues, *, cut: bool) -> RankRow:
+    """One entry of `ranks`; `cut` says that only chosen steps are told."""
+    trace, meta, gpu, times = measured.trace, measured.trace.meta, measured.gpu, measured.step_times
+    start, end = trace.start_ns, trace.end_ns
+    if cut and trace.steps.height:
+        start, end = int(trace.steps["start_ns"][0]), int(trace.steps["end_ns"][-1])
+    causes: dict[int, dict[str, int]] = {}
+    for row in measured.idle.totals.to_dicts():
+        causes.setdefault(row["device"], {})[row["cause"]] = row["idle_ns"]
+    devices: list[DeviceRow] = absent.listed(gpu.devices, "ranks[*].devices")
+    steps: list[StepRow] = absent.listed(times.steps, "ranks[*].steps")
+    account: GpuAccountRow | None = None
+    if devices:
+        of_gpu = measured.facts.account
+        account = {
+            "window": of_gpu.window,
+            "devices": absent.rows(of_gpu.devices, "ranks[*].gpu_account.devices"),
+            "idle": absent.rows(of_gpu.idle, "ranks[*].gpu_account.idle"),
+        }
+    else:
+        absent.say("ranks[*].gpu_account")
+    inside = _by_step(gpu.steps.filter(pl.col("step").is_not_null()), measured.idle.causes, absent)
+    outside = _by_step(gpu.steps.filter(pl.col("step").is_null()), measured.idle.causes, absent)
+    step_times: StepTimesRow | None = None
+    if times.count:
+        step_times = {
+            "count": times.count,
+            "median_ns": absent.value(times.median_ns, "ranks[*].step_times.median_ns"),
+            "min_ns": absent.value(times.min_ns, "ranks[*].step_times.min_ns"),
+            "max_ns": absent.value(times.max_ns, "ranks[*].step_times.max_ns"),
+            "spread_fraction": absent.value(times.spread_fraction, "ranks[*].step_times.spread_fraction"),
+            "evidence": absent.value(times.evidence, "ranks[*].step_times.evidence"),
+        }
+    else:
+        absent.say("ranks[*].step_times")
+    return {
+        "rank": absent.value(meta.rank, "ranks[*].rank"),
+        "host_name": absent.value(meta.host, "ranks[*].host_name"),
+        "world_size": absent.value(meta.world_size, "ranks[*].world_size"),
+        "path": restore_addresses(meta.path),
+        "start_ns": start - absent.epoch_ns,
+        "window_ns": end - start,
+        "event_count": trace.events.height,
+        "devices": [{**device, "idle_causes": causes.get(device["device"], {})} for device in devices],
+        "steps": [{**step, "devices": inside.get(step["step"], [])} for step in steps],
+        "outside": outside.get(None, []),  # of the devices; with the steps, it adds up to the whole
+        "gpu_account": account,
+        "idle": absent.rows(measured.idle.totals, "ranks[*].idle"),
+        "host": {
+            "threads": absent.listed(measured.host.threads, "ranks[*].host.threads"),
+            "account": absent.rows(measured.host.account, "ranks[*].host.account"),
+        },
+        "step_times": step_times,
+    }
+
+
+def _by_step(rows: pl.DataFrame, causes: pl.DataFrame, absent: UnknownValues) -> dict[int | None, list[DeviceTimeRow]]:
+    """The devices' time inside each step, with its idle causes."""
+    named: dict[tuple[Any, Any], dict[str, int]] = {}
+    for row in causes.to_dicts():
+        named.setdefault((row["step"], row["device"]), {})[row["cause"]] = row["idle_ns"]
+    out: dict[int | None, list[DeviceTimeRow]] = {}
+    entries: list[DeviceTimeRow] = absent.rows(
+        rows.drop("step", "start_ns", "duration_ns"), "ranks[*].steps[*].devices"
+    )
+    for step, entry in zip(rows["step"].to_list(), entries, strict=True):
+        out.setdefault(step, []).append({**entry, "idle_causes": named.get((step, entry["device"]), {})})
+    return out

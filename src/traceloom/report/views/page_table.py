@@ -1,0 +1,167 @@
+"""Tables packed for the script.
+
+Numbers stand there as they are, each distinct text once.
+
+base64( zlib( header length as 4 bytes, little endian | header as JSON | column | column | ... ) )
+
+A column is a row of varints: seven bits per byte, lowest first, the high bit set on all bytes but the last. The header
+lists the columns in order with their length in bytes. The script `unpack.js` reads the same layout.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from traceloom.report.document import Bar, Col
+from traceloom.report.figure import embedded_json, inline_code
+from traceloom.report.labels import label, short
+from traceloom.system import units
+from traceloom.system.sanitize import sanitize
+from traceloom.trace.array_types import Ints
+from traceloom.trace.columns import IDENTITY
+
+MOST_ROWS = 2_000  # of one table in the page; the JSON report has all
+NAME_LENGTH = 64
+
+
+def table(
+    identity: str,
+    columns: Sequence[Col],
+    rows: Sequence[Mapping[str, Any]],
+    reasons: Mapping[str, str],
+    label: str,
+    *,
+    most: int = MOST_ROWS,
+    whole: str = "traceloom report -o report.json",
+) -> str:
+    """A figure with one table. Its first name comes first, so that rows are told apart on every screen.
+
+    Args:
+        identity: Its id in the page and in the address.
+        columns: What to show; a row lacks what it does not know. What is 0 or unknown in all rows is only named.
+        rows: In the order to be shown first; `range` (start-end in ns) lets a row be shown in the timeline.
+        reasons: Why a column's unknown values are unknown, by key.
+        label: What the table is about, for readers that do not see it.
+        most: How many rows it has at most.
+        whole: What writes all of them.
+    """
+    kept = rows[:most]
+    lead = next((column for column in columns if column.kind == "name"), None)
+    ordered = sorted((column for column in columns if column.kind != "spark"), key=lambda column: column is not lead)
+    shown, zero, unknown = [], [], []
+    for column in ordered:
+        values = [row.get(column.key) for row in kept]
+        if kept and all(value is None or value == "" for value in values):
+            reason = reasons.get(column.key)
+            unknown.append(column.title + (f" ({reason})" if reason else ""))
+        elif kept and column.numeric and column.key not in IDENTITY and not any(values):
+            zero.append(column.title)
+        else:
+            shown.append(packed(column, values, reasons.get(column.key, "")))
+    data: dict[str, Any] = {"label": label, "rows": len(kept), "columns": shown}
+    if any("range" in row for row in kept):
+        data["ranges"] = [row.get("range") for row in kept]
+    notes = []
+    if len(rows) > most:
+        notes.append(
+            f"The first {units.count(most)} of {units.count(len(rows))} rows; "
+            f"<code>{escape(whole)}</code> has all of them."
+        )
+    if zero or unknown:
+        parts = [", ".join(zero) + ": 0 in all rows"] * bool(zero) + [", ".join(unknown) + ": unknown"] * bool(unknown)
+        notes.append(f"Not shown: {inline_code('; '.join(parts))}.")
+    after = "".join(f'<p class="quiet">{note}</p>' for note in notes)
+    return f'<figure class="table" id="{escape(identity)}">{embedded_json(data)}{after}</figure>'
+
+
+def packed(column: Col, values: list[Any], reason: str) -> dict[str, Any]:
+    """What `cells.js` draws a column from.
+
+    Args:
+        column: Its declaration.
+        values: Of all rows; None where unknown.
+        reason: Why they are unknown.
+    """
+    entry = {"key": column.key, "title": column.title, "kind": column.kind, "hint": column.hint,
+            "swatch": column.swatch, "scale": column.scale, "why": reason if None in values else ""}  # fmt: skip
+    entry = {name: value for name, value in entry.items() if value}
+    if column.numeric or column.kind in ("bar", "delta"):
+        bars = (
+            [v.whole, v.longest or v.whole, [list(part) for part in v.parts if part[2]]] if isinstance(v, Bar) else v
+            for v in values
+        )
+        return {**entry, "values": list(bars)}
+    places: dict[Any, int] = {}
+    at = [-1 if value is None else places.setdefault(str(value), len(places)) for value in values]
+    texts: list[str | list[str]] = []
+    for value in places:  # a name that is too long as [what is shown, all of it]
+        whole = sanitize(value)
+        cut = short(whole, NAME_LENGTH) if column.kind == "name" else label(value)
+        texts.append(whole if cut == whole else [cut, whole])
+    return {**entry, "texts": texts, "at": at}
+
+
+def zigzag(values: Ints) -> Ints:
+    """Signed integers as non-negative ones: 0, -1, 1, -2 become 0, 1, 2, 3."""
+    return (values << 1) ^ (values >> 63)
+
+
+def lane_steps(start: Ints, counts: list[int]) -> Ints:
+    """Differences between the starts of neighbours on a lane; the first of a lane stays as it is.
+
+    Args:
+        start: Starts, lane by lane, ascending on each; none negative.
+        counts: Events of each lane.
+    """
+    heads = np.cumsum([0, *counts])[:-1][np.asarray(counts, dtype=np.int64) > 0]
+    steps = np.diff(start, prepend=0)
+    steps[heads] = start[heads]
+    return steps
+
+
+def sparse(values: Ints, present: NDArray[np.bool_]) -> Ints:
+    """0 where absent, else one more than the (zigzag) difference to the value before."""
+    out = np.zeros(values.shape, dtype=np.int64)
+    out[present] = zigzag(np.diff(values[present], prepend=0)) + 1
+    return out
+
+
+def varints(values: Ints) -> bytes:
+    """Non-negative integers, each in as few seven-bit bytes as it needs."""
+    if not values.size:
+        return b""
+    if int(values.min()) < 0:
+        raise ValueError("varints are for non-negative integers")
+    rest = values.astype(np.uint64)
+    length = np.ones(values.shape, dtype=np.int64)
+    for bits in range(7, 64, 7):
+        more = rest >> np.uint64(bits) > 0
+        if not more.any():
+            break
+        length += more
+    ends = np.cumsum(length)
+    out = np.zeros(int(ends[-1]), dtype=np.uint8)
+    starts = ends - length
+    for byte in range(int(length.max())):
+        active = length > byte
+        digits = (rest[active] >> np.uint64(7 * byte)) & np.uint64(0x7F)
+        last = length[active] == byte + 1
+        out[starts[active] + byte] = digits.astype(np.uint8) | np.where(last, 0, 0x80).astype(np.uint8)
+    return out.tobytes()
+
+
+def pack(header: dict[str, Any], columns: dict[str, Ints]) -> str:
+    """The header (any JSON) and the columns (non-negative integers, one length or another) as one line of base64."""
+    bodies = {name: varints(values) for name, values in columns.items()}
+    listing = [[name, len(body), int(columns[name].size)] for name, body in bodies.items()]
+    text = json.dumps({**header, "columns": listing}, separators=(",", ":")).encode()
+    raw = len(text).to_bytes(4, "little") + text + b"".join(bodies.values())
+    return base64.b64encode(zlib.compress(raw, 6)).decode("ascii")

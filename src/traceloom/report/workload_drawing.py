@@ -1,0 +1,359 @@
+"""The drawing of `traceloom show`.
+
+Columns of boxes go from left to right as things follow each other, with few crossings between them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.resources import files
+from string import Template
+from typing import TYPE_CHECKING
+
+import numpy as np
+import polars as pl
+
+from traceloom import __version__
+from traceloom.report.figure import text
+from traceloom.report.labels import short
+from traceloom.report.views.page import asset, policy
+from traceloom.report.workload import NodeNetwork
+from traceloom.system import units
+
+if TYPE_CHECKING:
+    from traceloom.report.documents.workload import WorkloadSummaryDocument
+
+
+MOST_BOXES = 48
+MOST_NEIGHBOURS = 160
+_FOLDED = r"\d+"  # numbers in names tell repetitions apart, which are drawn as one
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """One box: a node, or all nodes of one kind and name.
+
+    Attributes:
+        title: Its name.
+        kind: Kind of its nodes.
+        note: What else is known, in words.
+        count: Nodes in it.
+        time_ns: Their time.
+        bytes: Their bytes; None where none are known.
+        place: Where it stands in the order, 0 to 1: the mean of its nodes.
+        chosen: Whether it is what was asked for.
+    """
+
+    title: str
+    kind: str
+    note: str
+    count: int
+    time_ns: int
+    bytes: int | None
+    place: float
+    chosen: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """`count` dependencies of one kind: box `target` waits for box `source`."""
+
+    source: int
+    target: int
+    kind: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """Boxes and links; `left_out` says what is not shown, in words; empty where everything is."""
+
+    title: str
+    boxes: tuple[Box, ...]
+    links: tuple[Link, ...]
+    left_out: str = ""
+
+
+def collapsed(network: NodeNetwork, most: int = MOST_BOXES) -> Picture:
+    """All nodes, those of one kind and name as one box.
+
+    Numbers in names are ignored where that is needed to get few boxes; what has least time shares a box per kind.
+    """
+    nodes = network.nodes.select(
+        "kind", "name", "time_ns", "bytes", "start_ns", pl.int_range(pl.len()).alias("row")
+    ).with_columns(pl.col("name").alias("group"))
+    if nodes.select("kind", "group").n_unique() > most:
+        nodes = nodes.with_columns(pl.col("name").str.replace_all(_FOLDED, "#").alias("group"))
+    moment = pl.coalesce("start_ns", "row").rank("ordinal") / max(nodes.height, 1)
+    groups = (
+        nodes.with_columns(moment.alias("place"))
+        .group_by("kind", "group")
+        .agg(
+            pl.len().alias("count"),
+            pl.col("time_ns").sum(),
+            pl.when(pl.col("bytes").count() > 0).then(pl.col("bytes").sum()).alias("bytes"),
+            pl.col("place").mean(),
+        )
+        .sort("time_ns", "count", "kind", "group", descending=[True, True, False, False])
+        .with_row_index("rank_of_time")
+    )
+    kept = pl.col("rank_of_time") < most
+    groups = groups.with_columns(pl.when(kept).then(pl.col("rank_of_time").cast(pl.Int64)).alias("box"))
+    rest = groups.filter(~kept)["kind"].unique(maintain_order=True).sort().to_list()
+    other = {kind: min(most, groups.height) + number for number, kind in enumerate(rest)}
+    groups = groups.with_columns(
+        pl.coalesce("box", pl.col("kind").replace_strict(other, default=None, return_dtype=pl.Int64)).alias("box")
+    )
+    # One box per group, or for several small groups of a kind
+    merged = (
+        groups.group_by("box")
+        .agg(
+            pl.col("group").first(),
+            pl.col("kind").first(),
+            pl.len().alias("names"),
+            pl.col("count").sum(),
+            pl.col("time_ns").sum(),
+            pl.when(pl.col("bytes").count() > 0).then(pl.col("bytes").sum()).alias("bytes"),
+            (pl.col("place") * pl.col("count")).sum() / pl.col("count").sum(),
+        )
+        .sort("box")
+    )
+    boxes = tuple(
+        Box(
+            row["group"] if row["names"] == 1 else f"{row['names']} other names",
+            row["kind"],
+            "",
+            row["count"],
+            row["time_ns"],
+            row["bytes"],
+            row["place"],
+        )
+        for row in merged.iter_rows(named=True)
+    )
+    box_of = nodes.join(groups.select("kind", "group", "box"), on=["kind", "group"], how="left", maintain_order="left")
+    box = box_of["box"].to_numpy()
+    edges = network.edges.select(
+        pl.Series("source", box[network.edges["source"].to_numpy()]),
+        pl.Series("target", box[network.edges["target"].to_numpy()]),
+        "kind",
+    )
+    counted = edges.group_by("source", "target", "kind").len().sort("len", "source", "target", "kind", descending=True)
+    links = tuple(Link(*row) for row in counted.iter_rows())
+    hidden = int(groups.filter(~kept).height)
+    left_out = f"{hidden} names with the least time share a box per kind" if hidden else ""
+    return Picture("All nodes, by kind and name", boxes, links, left_out)
+
+
+def neighbourhood(network: NodeNetwork, row: int, depth: int, most: int = MOST_NEIGHBOURS) -> Picture:
+    """One node with everything up to `depth` dependencies away, on both sides; the nearest where that is too much."""
+    source, target = network.edges["source"].to_numpy(), network.edges["target"].to_numpy()
+    distance = {row: 0}
+    cut = 0
+    for ends, others, sign in ((target, source, -1), (source, target, 1)):
+        front = np.array([row])
+        for step in range(1, depth + 1):
+            reached = np.unique(others[np.isin(ends, front)])
+            fresh = [number for number in reached.tolist() if number not in distance]
+            room = max(most - len(distance), 0)
+            cut += max(len(fresh) - room, 0)
+            fresh = fresh[:room]
+            distance.update(dict.fromkeys(fresh, sign * step))
+            front = np.array(fresh, dtype=np.int64)
+            if not fresh:
+                break
+    rows = sorted(distance, key=lambda number: (distance[number], number))
+    number_of = {each: number for number, each in enumerate(rows)}
+    span = 2 * depth + 1
+    boxes = []
+    for number, each in enumerate(rows):
+        node = network.nodes.row(each, named=True)
+        note = f"node {node['id']}" + (f", rank {node['rank']}" if node["rank"] is not None else "")
+        order = (distance[each] + depth) / span + number / (1000 * span * len(rows))
+        box = Box(node["name"], node["kind"], note, 1, node["time_ns"], node["bytes"], order, chosen=each == row)
+        boxes.append(box)
+    inside = np.flatnonzero(np.isin(source, rows) & np.isin(target, rows))
+    links = tuple(
+        Link(number_of[int(source[k])], number_of[int(target[k])], network.edges["kind"][int(k)], 1) for k in inside
+    )
+    left_out = f"{cut} more nodes are as near" if cut else ""
+    node = network.nodes.row(row, named=True)
+    return Picture(f"Node {node['id']} and what is up to {depth} dependencies away", tuple(boxes), links, left_out)
+
+
+_MOST_LINKS = 400
+_LETTERS, _SMALL_LETTERS = 27, 42  # that fit into a box
+_GROUPS = {
+    "kernel": "compute", "compute": "compute", "collective": "communication", "send": "communication",
+    "receive": "communication", "rendezvous": "communication", "arrival": "communication", "copy": "memory",
+    "fill": "memory", "load": "memory", "store": "memory", "host": "op", "launch": "launch", "block": "blocking",
+    "wait": "idle", "think": "python",
+}  # fmt: skip
+WIDTH, HEIGHT = 232, 50
+_ACROSS, _DOWN = 96, 22
+_SWEEPS = 6
+
+
+def render(picture: Picture, summary: WorkloadSummaryDocument) -> str:
+    """The page.
+
+    Args:
+        picture: What is drawn.
+        summary: Of the whole workload, for the head.
+    """
+    style = "\n".join([*(asset(name) for name in ("colours.css", "page.css", "views.css")), _asset("drawing.css")])
+    theme, script = asset("theme.js"), _asset("drawing.js")
+    ranks = len(summary["ranks"])
+    facts = [
+        units.count_of(ranks, "rank"),
+        f"{units.count_of(summary['nodes'], 'node')}",
+        units.count_of(summary["edges"], "dependency"),
+        *([units.duration(summary["window_ns"])] if summary["window_ns"] is not None else []),
+    ]
+    omissions = [picture.left_out] if picture.left_out else []
+    if (more := len(picture.links) - _MOST_LINKS) > 0:
+        omissions.append(f"{units.count(more)} lines of the fewest dependencies are not drawn")
+    shown = Picture(picture.title, picture.boxes, picture.links[:_MOST_LINKS], picture.left_out)
+    places = arrange(shown)
+    most = max((link.count for link in shown.links), default=1)
+    lines = ""
+    for link in reversed(shown.links):
+        # From the right side of a box to the left side of the next; backwards lines go round.
+        if link.source == link.target:
+            continue
+        from_x, from_y = places.x[link.source] + WIDTH, places.y[link.source] + HEIGHT // 2
+        to_x, to_y = places.x[link.target], places.y[link.target] + HEIGHT // 2
+        bend = (to_x - from_x) // 2 if to_x > from_x else 60 + (from_x - to_x) // 6
+        path = f"M{from_x} {from_y}C{from_x + bend} {from_y} {to_x - bend} {to_y} {to_x} {to_y}"
+        width = round(1 + 3 * (link.count / most) ** 0.4, 1)
+        label = f"{units.count(link.count)} × {link.kind}" if link.count > 1 else link.kind
+        lines += (
+            f'<path class="line{"" if to_x > from_x else " back"}" data-from="{link.source}" data-to="{link.target}" '
+            f'd="{path}" stroke-width="{width}" marker-end="url(#tip)"><title>{text(label)}</title></path>'
+        )
+    boxes = "".join(_box(number, box, places) for number, box in enumerate(shown.boxes))
+    view = f"-20 -20 {places.width + 40} {places.height + 40}"
+    kinds: dict[str, list[str]] = {}
+    for box in picture.boxes:
+        names = kinds.setdefault(_group(box.kind), [])
+        if box.kind not in names:
+            names.append(box.kind)
+    page = Template(_asset("drawing.html")).substitute(
+        policy=policy([theme, script], style),
+        title=text(f"{picture.title} – {summary['name']}"),
+        style=style,
+        theme=theme,
+        script=script,
+        name=text(summary["name"]),
+        heading=text(picture.title),
+        facts=text(" · ".join(facts)),
+        drawing=f'<svg id="drawing" viewBox="{view}" data-view="{view}" role="group" aria-label="{text(shown.title)}">'
+        '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
+        'markerUnits="userSpaceOnUse" orient="auto"><path d="M0 0L8 4L0 8z"/></marker></defs>'
+        f'<g class="lines">{lines}</g><g class="boxes">{boxes}</g></svg>',
+        legend="".join(
+            f'<li><span class="swatch b-{group}"></span>{text(", ".join(names))}</li>' for group, names in kinds.items()
+        ),
+        left_out=text(f"Not shown: {'; '.join(omissions)}." if omissions else ""),
+        rows="".join(_row(number, box) for number, box in enumerate(picture.boxes)),
+        version=text(__version__),
+    )
+    return page.encode("utf-8", "replace").decode("utf-8")  # names from files may hold halves of surrogate pairs
+
+
+def _asset(name: str) -> str:
+    return files("traceloom.report").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def _group(kind: str) -> str:
+    return _GROUPS.get(kind, "other")
+
+
+def _box(number: int, box: Box, places: Layout) -> str:
+    x, y = places.x[number], places.y[number]
+    chosen = " chosen" if box.chosen else ""
+    title = short(box.title or "(no name)", _LETTERS)
+    return (
+        f'<g class="box{chosen}" data-box="{number}" data-name="{text(box.title.lower())}" tabindex="0" role="button" '
+        f'aria-label="{text(f"{box.title}, {_said(box)}")}" transform="translate({x} {y})">'
+        f"<title>{text(box.title)}\n{text(_said(box))}</title>"
+        f'<rect class="frame" width="{WIDTH}" height="{HEIGHT}" rx="7"/>'
+        f'<rect class="f-{_group(box.kind)}" width="6" height="{HEIGHT}" rx="3"/>'
+        f'<text x="16" y="21">{text(title)}</text>'
+        f'<text class="small" x="16" y="39">{text(_said(box, brief=True))}</text></g>'
+    )
+
+
+def _said(box: Box, *, brief: bool = False) -> str:
+    parts = [box.kind, *([box.note] if box.note else [])]
+    parts += [f"{units.count(box.count)} ×"] if box.count > 1 else []
+    parts += [units.duration(box.time_ns)] if box.time_ns or not brief else []
+    parts += [units.size(box.bytes)] if box.bytes is not None and not brief else []
+    label = " · ".join(parts)
+    return short(label, _SMALL_LETTERS) if brief else label
+
+
+def _row(number: int, box: Box) -> str:
+    size = "–" if box.bytes is None else units.size(box.bytes)
+    where = f"{text(box.note)}" if box.note else units.count(box.count)
+    return (
+        f'<tr data-row="{number}"><td class="s"><span class="swatch b-{_group(box.kind)}"></span>{text(box.kind)}</td>'
+        f'<td class="name"><button type="button" class="plain" data-goto="{number}">{text(box.title or "(no name)")}'
+        "</button></td>"
+        f'<td class="n">{where}</td><td class="n" title="{box.time_ns} ns">{units.duration(box.time_ns)}</td>'
+        f'<td class="n">{size}</td></tr>'
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Left upper corner of every box, and the size of the whole."""
+
+    x: tuple[int, ...]
+    y: tuple[int, ...]
+    width: int
+    height: int
+
+
+def arrange(picture: Picture) -> Layout:
+    """Give every box its position; the same picture always looks the same."""
+    # A box stands one column right of the box that it depends on most, among those before it in the order
+    order = sorted(range(len(picture.boxes)), key=lambda box: (picture.boxes[box].place, box))
+    rank = {box: number for number, box in enumerate(order)}
+    strongest: dict[int, tuple[int, int]] = {}
+    for link in picture.links:
+        if rank[link.source] < rank[link.target]:
+            key = (link.count, rank[link.source])
+            if key > strongest.get(link.target, (0, -1)):
+                strongest[link.target] = key
+    column: dict[int, int] = {}
+    for box in order:
+        before = strongest.get(box)
+        column[box] = column[order[before[1]]] + 1 if before else 0
+    count = max(column.values(), default=-1) + 1
+    columns = [[box for box in order if column[box] == number] for number in range(count)]
+    # Sort every column by the mean position of the neighbours, left and right in turn
+    beside: dict[int, list[int]] = {}
+    for link in picture.links:
+        if link.source != link.target:
+            beside.setdefault(link.source, []).append(link.target)
+            beside.setdefault(link.target, []).append(link.source)
+    position = {box: number / max(len(boxes), 1) for boxes in columns for number, box in enumerate(boxes)}
+    for sweep in range(_SWEEPS):
+        for boxes in columns if sweep % 2 == 0 else reversed(columns):
+            mean = {
+                box: sum(position[other] for other in beside[box]) / len(beside[box])
+                if beside.get(box)
+                else position[box]
+                for box in boxes
+            }
+            boxes.sort(key=lambda box: (mean[box], box))
+            position.update({box: (number + 0.5) / len(boxes) for number, box in enumerate(boxes)})
+    tallest = max(map(len, columns), default=0)
+    height = tallest * (HEIGHT + _DOWN) - _DOWN if tallest else 0
+    x, y = [0] * len(picture.boxes), [0] * len(picture.boxes)
+    for number, boxes in enumerate(columns):
+        top = (height - len(boxes) * (HEIGHT + _DOWN) + _DOWN) // 2
+        for slot, box in enumerate(boxes):
+            x[box], y[box] = number * (WIDTH + _ACROSS), top + slot * (HEIGHT + _DOWN)
+    width = len(columns) * (WIDTH + _ACROSS) - _ACROSS if columns else 0
+    return Layout(tuple(x), tuple(y), max(width, 1), max(height, 1))

@@ -1,0 +1,1 @@
+"""HTTP shared by agent and fleet."""

@@ -1,0 +1,402 @@
+"""The listeners: a unix socket, and TCP where it is configured; uvicorn's HTTP protocol in the agent's own loop.
+
+uvicorn's server is left out: it takes the signals of the process and wakes ten times a second. Its protocol does not
+limit how long a client may take, so each connection has a deadline here: whenever it is the client's turn, to send a
+request or to take the answer, it has `access.seconds` for all of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import functools
+import ipaddress
+import os
+import socket
+import ssl
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import h11
+import msgspec
+from uvicorn.config import Config as UvicornConfig
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+from traceloom.errors import InputError, OutputError
+from traceloom.server.access import Connections, Peer, tcp_peer, unix_peer
+from traceloom.server.problem import ProblemAnswer, RequestError, RequestProblem
+from traceloom.server.settings import Access, Tcp, host_and_port
+
+if TYPE_CHECKING:
+    from starlette.datastructures import Headers
+    from starlette.types import ASGIApp
+
+_REASONS = {400: b"Bad Request", 408: b"Request Timeout", 503: b"Service Unavailable"}
+_HEADER_BYTES = 16_384
+_BACKLOG = 256
+_PIECE_BYTES = 1 << 20
+
+
+class Door(Protocol):
+    """What the connections of one listener share.
+
+    Attributes:
+        connections: Of all listeners.
+        seconds: For a client to send a request, or each megabyte of it, and to take the answer.
+        hint: What changes that.
+    """
+
+    connections: Connections
+    seconds: float
+    hint: str
+
+    def peer(self, transport: asyncio.BaseTransport) -> Peer:
+        """Who connects, until a request says more."""
+
+    def identify(self, transport: asyncio.BaseTransport, peer: Peer) -> Callable[[Headers], object]:
+        """What tells from the headers of a request who asks."""
+
+
+class AgentDoor:
+    """A listener of the agent. `loopback`: None for the unix socket."""
+
+    hint = "`access.seconds` of agent.toml"
+
+    def __init__(self, tcp: Tcp, access: Access, connections: Connections, *, loopback: bool | None) -> None:
+        self.tcp, self.access, self.connections, self.loopback = tcp, access, connections, loopback
+        self.seconds = access.seconds
+
+    def peer(self, transport: asyncio.BaseTransport) -> Peer:
+        """Who connects: over TCP only where from, until a request shows a token."""
+        if self.loopback is None:
+            return unix_peer(transport.get_extra_info("socket"), self.access.group)
+        return Peer(name=f"tcp {transport.get_extra_info('peername')[0]}", sees="host")
+
+    def identify(self, transport: asyncio.BaseTransport, peer: Peer) -> Callable[[Headers], Peer]:
+        """What tells from the headers of a request who asks."""
+        if self.loopback is None:
+            return lambda _headers: peer
+        certificate = transport.get_extra_info("peercert") or {}
+        names = dict(pair for part in certificate.get("subject", ()) for pair in part)
+        certified = names.get("commonName", "unnamed") if certificate else ""
+        return functools.partial(self._tcp, transport.get_extra_info("peername")[0], certified)
+
+    def _tcp(self, address: str, certified: str, headers: Headers) -> Peer:
+        peer = tcp_peer(
+            address,
+            headers.get("authorization", ""),
+            self.tcp.tokens,
+            loopback=bool(self.loopback),
+            certified=certified,
+        )
+        # A page in a browser on this host can make a name of its own point here and read what needs no token.
+        if peer.sees == "host" and not is_local_name(headers.get("host", "")):
+            raise RequestError(403, "that is not its name", slug="wrong-host", hint="use 127.0.0.1 or localhost")
+        return peer
+
+
+def is_local_name(host: str) -> bool:
+    """Whether a `Host` header is an address or `localhost`."""
+    name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return name == "localhost"
+    return True
+
+
+class DeadlineProtocol(H11Protocol):
+    """A connection: uvicorn's, with the peer in the state of each request, a deadline, and errors as JSON."""
+
+    def __init__(self, door: Door, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.door = door
+        self.peer: Peer | None = None
+        self.deadline: asyncio.TimerHandle | None = None
+        self.received = 0  # bytes since a deadline was set anew
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Count it, and start waiting for a request."""
+        super().connection_made(transport)
+        try:
+            peer = self.door.peer(transport)
+            self.door.connections.enter(peer)
+        except RequestError as refusal:
+            self.refuse(refusal)
+        else:
+            self.peer = peer
+            self.app_state = {"identify": self.door.identify(transport, peer)}
+        self.wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Count it no more."""
+        self.go_on()
+        if self.peer is not None:
+            self.door.connections.leave(self.peer)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Take a part of a request; when it is whole, it is the agent's turn."""
+        super().data_received(data)
+        self.received += len(data)
+        if not self.is_clients_turn():
+            self.go_on()
+        elif self.received >= _PIECE_BYTES:  # a large one has the time for each piece of it
+            self.received = 0
+            self.go_on()
+            self.wait()
+
+    def on_response_complete(self) -> None:
+        """The answer is handed over: it is the client's turn, to take it and to ask again."""
+        super().on_response_complete()
+        if not self.flow.write_paused:
+            self.go_on()
+        if self.is_clients_turn() or self.transport.is_closing():
+            self.wait()
+
+    def pause_writing(self) -> None:
+        """The client does not take the answer as fast as it is written."""
+        super().pause_writing()
+        self.go_on()
+        self.wait()
+
+    def resume_writing(self) -> None:
+        """It took most of it."""
+        super().resume_writing()
+        if not self.is_clients_turn():
+            self.go_on()
+
+    def send_400_response(self, msg: str) -> None:
+        """What is no HTTP is refused like everything else."""
+        self.refuse(RequestError(400, msg.rstrip("."), slug="wrong-request"))
+
+    def is_clients_turn(self) -> bool:
+        """Whether a request is awaited, or the rest of it, or that an answer be taken, to however many requests."""
+        return self.flow.write_paused or self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
+
+    def wait(self) -> None:
+        """Give the client its time."""
+        if self.deadline is None:
+            self.deadline = self.loop.call_later(self.door.seconds, self.give_up)
+
+    def go_on(self) -> None:
+        """It is not waited for."""
+        if self.deadline is not None:
+            self.deadline.cancel()
+            self.deadline = None
+
+    def give_up(self) -> None:
+        """The client took too long: it hears so where it only sends slowly, and is cut off where it does not read."""
+        began = self.conn.their_state is h11.SEND_BODY or bool(self.conn.trailing_data[0])
+        if self.transport.is_closing() or self.transport.get_write_buffer_size() or not self.is_clients_turn():
+            self.transport.abort()
+        elif began:
+            self.refuse(RequestError(408, "the request came too slowly", slug="too-slow", hint=self.door.hint))
+        else:
+            self.transport.close()
+
+    def refuse(self, refusal: RequestError) -> None:
+        """Answer without the application, and close."""
+        body = msgspec.json.encode(
+            ProblemAnswer(error=RequestProblem(slug=refusal.slug, message=refusal.message, hint=refusal.hint))
+        )
+        retry = b"Retry-After: %d\r\n" % refusal.retry_s if refusal.retry_s else b""
+        self.transport.write(
+            b"HTTP/1.1 %d %s\r\nContent-Type: application/json\r\nContent-Length: %d\r\n%sConnection: close\r\n\r\n%s"
+            % (refusal.status, _REASONS[refusal.status], len(body), retry, body)
+        )
+        self.transport.close()
+
+
+class Listeners:
+    """The open listeners of an agent."""
+
+    def __init__(self, state: ServerState, socket_path: Path, lock: int) -> None:
+        self.state, self.socket_path, self.lock = state, socket_path, lock
+        self.servers: list[asyncio.Server] = []
+        self.tcp_address: tuple[str, int] | None = None
+
+    async def close(self) -> None:
+        """Take no more connections, let answers that are on their way out for a second, and remove the socket."""
+        for server in self.servers:
+            server.close()
+        with contextlib.suppress(FileNotFoundError):
+            self.socket_path.unlink()
+        for connection in list(self.state.connections):
+            connection.shutdown()
+        if self.state.tasks:
+            await asyncio.wait(self.state.tasks, timeout=1.0)
+        for connection in list(self.state.connections):
+            connection.transport.abort()
+        os.close(self.lock)
+
+
+async def serve(app: ASGIApp, tcp: Tcp, access: Access, path: Path) -> Listeners:
+    """Listen on the unix socket, and on TCP where it is configured, until `close`.
+
+    Raises:
+        InputError: `tcp-without-tls`, `tcp-without-tokens`, `tls-unusable`, `wrong-config`.
+        OutputError: `agent-runs`: another agent has the socket; `socket-unusable`.
+    """
+    tls, loopback = tcp_security(tcp) if tcp.address else (None, True)
+    state = ServerState()
+    connections = Connections(access)
+    uvicorn_config = http_config(app, access.seconds)
+
+    def connection(door: AgentDoor) -> Callable[[], DeadlineProtocol]:
+        return lambda: DeadlineProtocol(door, config=uvicorn_config, server_state=state, app_state={})
+
+    listener, lock = unix_listener(path)
+    listeners = Listeners(state, path, lock)
+    loop = asyncio.get_running_loop()
+    unix_door = AgentDoor(tcp, access, connections, loopback=None)
+    listeners.servers.append(await loop.create_unix_server(connection(unix_door), sock=listener, backlog=_BACKLOG))
+    if tcp.address:
+        host, port = host_and_port(tcp.address)
+        try:
+            server = await loop.create_server(
+                connection(AgentDoor(tcp, access, connections, loopback=loopback)),
+                host,
+                port,
+                ssl=tls,
+                backlog=_BACKLOG,
+                ssl_handshake_timeout=access.seconds if tls else None,
+            )
+        except OSError as error:
+            await listeners.close()
+            raise _unusable(tcp.address, error) from error
+        listeners.servers.append(server)
+        listeners.tcp_address = server.sockets[0].getsockname()[:2]
+    return listeners
+
+
+def http_config(app: ASGIApp, seconds: float) -> UvicornConfig:
+    """What uvicorn's protocol is told: no signals, no logs, nothing of a proxy; `seconds` as of `Door`."""
+    return UvicornConfig(
+        app,
+        http="h11",
+        ws="none",
+        loop="none",
+        lifespan="off",
+        interface="asgi3",
+        log_config=None,
+        log_level="error",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        date_header=False,
+        timeout_keep_alive=int(seconds) + 1,
+        h11_max_incomplete_event_size=_HEADER_BYTES,
+    )
+
+
+def tcp_security(tcp: Tcp, *, asks: bool = False) -> tuple[ssl.SSLContext | None, bool]:
+    """TLS for the TCP listener, if it has a certificate, and whether it listens to this host alone.
+
+    Args:
+        tcp: Its configuration.
+        asks: Whether the application asks everybody for a token, so that none need be configured.
+
+    Raises:
+        InputError: Others could come without TLS (`tcp-without-tls`) or without saying who they are
+            (`tcp-without-tokens`); `tls-unusable`: the certificate or key cannot be used.
+    """
+    host, port = host_and_port(tcp.address)
+    try:
+        addresses = {str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+    except OSError as error:
+        raise InputError(f"`{host}` is no address of this host", slug="wrong-config", where="tcp.address") from error
+    loopback = all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses)
+    wrong = [token.name for token in tcp.tokens if len(token.sha256) != 64 or token.may not in ("read", "all")]
+    if wrong:
+        raise InputError(
+            f"the token `{wrong[0]}` needs the 64 hexadecimal digits of its SHA-256, and `may` of `read` or `all`",
+            slug="wrong-config",
+            where="tcp.tokens",
+        )
+    if not tcp.certificate:
+        if not loopback:
+            raise InputError(
+                "beyond this host nothing listens without TLS",
+                slug="tcp-without-tls",
+                where=tcp.address,
+                hint="listen on 127.0.0.1, or set "
+                + ("--certificate and --key" if asks else "`tcp.certificate` and `tcp.key`"),
+            )
+        return None, loopback
+    if not (loopback or tcp.tokens or tcp.client_ca or asks):
+        raise InputError(
+            "beyond this host the agent answers only who says who it is",
+            slug="tcp-without-tokens",
+            where=tcp.address,
+            hint="set `tcp.tokens` or `tcp.client_ca`",
+        )
+    try:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=tcp.client_ca or None)
+        context.load_cert_chain(tcp.certificate, tcp.key or None)
+    except (OSError, ssl.SSLError) as error:
+        raise InputError(
+            f"TLS cannot be set up: {(error.strerror or str(error)).lower()}",
+            slug="tls-unusable",
+            where=", ".join(filter(None, (tcp.certificate, tcp.key, tcp.client_ca))),
+            hint="they must be readable PEM files that belong together",
+        ) from error
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    if tcp.client_ca:
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context, loopback
+
+
+def unix_listener(path: Path) -> tuple[socket.socket, int]:
+    """A bound unix socket that everybody may connect to, and the lock that says its agent lives.
+
+    The socket of a dead agent is replaced: the kernel dropped its lock.
+
+    Raises:
+        OutputError: `agent-runs`: another agent has it; `socket-unusable`: it cannot be made there.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        listener.close()
+        raise _unusable(path, error) from error
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        listener.close()
+        os.close(lock)
+        raise OutputError(
+            "an agent runs there",
+            slug="agent-runs",
+            where=str(path),
+            hint="`traceloom agent status` shows it; another needs another `paths.socket`",
+        ) from error
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISSOCK(path.lstat().st_mode):
+                raise FileExistsError(errno.EEXIST, "something else is there")
+            path.unlink()
+        listener.bind(str(path))
+        path.chmod(0o666)
+        listener.listen()  # who sees it may connect at once, and is answered as soon as the agent is ready
+    except OSError as error:
+        listener.close()
+        os.close(lock)
+        raise _unusable(path, error) from error
+    return listener, lock
+
+
+def _unusable(path: Path | str, error: OSError) -> OutputError:
+    return OutputError(
+        f"the agent cannot listen there: {(error.strerror or str(error)).lower()}",
+        slug="socket-unusable",
+        where=str(path),
+        hint="`paths.socket` or `tcp.address` of agent.toml",
+    )

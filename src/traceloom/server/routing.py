@@ -1,0 +1,209 @@
+"""`@route` at the handler.
+
+Reads query and body into Structs; role check, audit, `call()` for in-process callers; time arguments; OpenAPI 3.1 document.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import msgspec
+
+from traceloom import __version__
+from traceloom.server.access import AGENT_HINT, body_of
+from traceloom.server.problem import ProblemAnswer, RequestError, wrong_request
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+
+Form = TypeVar("Form", bound=msgspec.Struct)
+
+
+async def body_as(request: Request, kind: type[Form], most: int, hint: str = AGENT_HINT) -> Form:
+    """The body of a request, of at most so many bytes; `hint`: what to do where it has more.
+
+    Raises:
+        RequestError: `too-large`, `wrong-request`; `too-slow`: the client went before it was whole.
+    """
+    from starlette.requests import ClientDisconnect
+
+    try:
+        body = await body_of(request.stream(), request.headers.get("content-length", ""), most, hint)
+    except ClientDisconnect as error:
+        raise cut_off() from error
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise wrong_request(str(error)) from error
+
+
+def parameters_as(request: Request, kind: type[Form]) -> Form:
+    """What stands behind the question mark.
+
+    Raises:
+        RequestError: `wrong-request`.
+    """
+    try:
+        return msgspec.convert(dict(request.query_params), kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise wrong_request(str(error)) from error
+
+
+def cut_off() -> RequestError:
+    """The refusal of a request whose connection ended before it was whole."""
+    return RequestError(408, "the connection ended before the request did", slug="too-slow")
+
+
+class Described(Protocol):
+    """What the document says of a route."""
+
+    @property
+    def path(self) -> str:
+        """With parts in braces."""
+
+    @property
+    def method(self) -> str:
+        """Of HTTP."""
+
+    @property
+    def summary(self) -> str:
+        """What it is for."""
+
+    @property
+    def answer(self) -> type[msgspec.Struct] | None:
+        """None where it is no JSON, but `content`."""
+
+    @property
+    def content(self) -> str:
+        """The type of an answer that is no structure."""
+
+    @property
+    def body(self) -> type[msgspec.Struct] | None:
+        """What it takes."""
+
+    @property
+    def parameters(self) -> type[msgspec.Struct] | None:
+        """What may stand behind the question mark."""
+
+    @property
+    def refuses(self) -> tuple[int, ...]:
+        """Codes of its refusals, beside those of all."""
+
+
+REFUSALS = {
+    400: "The request is wrong",
+    401: "A token is needed, or it is none of ours",
+    403: "Not for the one who asks",
+    404: "There is no such thing",
+    413: "The body is too large",
+    429: "Too many requests; Retry-After says when to come again",
+    409: "It is not ready for that, or was done in another way",
+    503: "It cannot be answered now",
+}
+EVERYWHERE = (401, 429)
+
+
+def document(
+    routes: Sequence[Described],
+    title: str = "Traceloom agent",
+    description: str = "What devices and processes of a host do, and whose they are.",
+) -> dict[str, Any]:
+    """The document of OpenAPI 3.1 for the routes with JSON, and `/metrics`."""
+    kinds = {kind for route in routes for kind in (route.answer, route.body) if kind} | {ProblemAnswer}
+    ordered = sorted(kinds, key=lambda kind: kind.__name__)
+    schemas, components = msgspec.json.schema_components(ordered, ref_template="#/components/schemas/{name}")
+    of = dict(zip(ordered, schemas, strict=True))
+    paths: dict[str, Any] = {
+        "/metrics": {
+            "get": {
+                "summary": "All series as OpenMetrics 1.0, or as plain text where Accept prefers it",
+                "operationId": "metrics",
+                "responses": {
+                    "200": {
+                        "description": "The series",
+                        "content": {"application/openmetrics-text": {}, "text/plain": {}},
+                    }
+                },
+            }
+        }
+    }
+    for route in routes:
+        # Of the operation: its path, and its method where that is not the usual one
+        words = [part.strip("{}").partition(":")[0] for part in route.path.split("/") if part not in ("", "api", "v1")]
+        operation: dict[str, Any] = {
+            "summary": route.summary,
+            "operationId": "_".join([*([] if route.method == "GET" else [route.method.lower()]), *words]),
+            "description": ((route.answer and route.answer.__doc__) or "").strip(),
+            "responses": {
+                "200": _content(route.summary, of[route.answer])
+                if route.answer
+                else {"description": route.summary, "content": {route.content: {}}},
+                **{
+                    str(code): _content(REFUSALS[code], of[ProblemAnswer])
+                    for code in sorted({*EVERYWHERE, *route.refuses})
+                },
+            },
+        }
+        if route.body:
+            operation["requestBody"] = {"required": True, **_content("", of[route.body])}
+            del operation["requestBody"]["description"]
+        in_path = re.findall(r"\{(\w+)[^}]*\}", route.path)
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in in_path
+        ]
+        if route.parameters:
+            operation["description"] = (route.parameters.__doc__ or "").strip()
+            operation["parameters"] += [
+                {
+                    "name": field.name,
+                    "in": "query",
+                    "required": field.required,
+                    "schema": msgspec.json.schema(field.type) | ({} if field.required else {"default": field.default}),
+                }
+                for field in msgspec.structs.fields(route.parameters)
+            ]
+        paths.setdefault(re.sub(r":\w+}", "}", route.path), {})[route.method.lower()] = operation
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": title,
+            "version": __version__,
+            "description": description,
+        },
+        "paths": paths,
+        "components": {"schemas": components, "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}},
+    }
+
+
+def _content(description: str, schema: Any) -> dict[str, Any]:
+    return {"description": description, "content": {"application/json": {"schema": schema}}}
+
+
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_AGO = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
+_NUMBER = re.compile(r"-?\d+(?:\.\d*)?(?:[eE]\+?\d+)?")
+_LATEST_NS = 2**62
+"""What lies beyond, or before the epoch, is asked for as this, or as the epoch: databases hold no more."""
+
+
+def moment(text: str, now_ns: int) -> int:
+    """A time in ns since the epoch: `10m` ago, seconds since the epoch, or ISO 8601 (UTC where it says no zone).
+
+    Raises:
+        RequestError: `wrong-request`.
+    """
+    try:
+        if match := _AGO.fullmatch(text):
+            at_ns = now_ns - int(min(float(match[1]) * _UNITS_S[match[2]] * 1e9, _LATEST_NS))
+        elif _NUMBER.fullmatch(text):
+            at_ns = int(float(text) * 1e9)
+        else:
+            time_of = datetime.fromisoformat(text.replace("Z", "+00:00"))
+            at_ns = int((time_of if time_of.tzinfo else time_of.replace(tzinfo=timezone.utc)).timestamp() * 1e9)
+    except (ValueError, OverflowError) as error:
+        raise wrong_request(f"`{text}` is no time, as 10m, 1700000000 or 2026-01-31T12:00") from error
+    return min(max(at_ns, 0), _LATEST_NS)

@@ -1,0 +1,56 @@
+"""Settings of listeners: addresses, certificates, tokens, how much a peer may ask."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from traceloom.errors import InputError
+
+
+class ConfigTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A table of the file."""
+
+
+class Token(ConfigTable, frozen=True):
+    """Who may come over TCP: the SHA-256 of the token in hex, and what it may do: `read` or `all`."""
+
+    sha256: str
+    name: str
+    may: str = "read"
+
+
+class Tcp(ConfigTable, frozen=True):
+    """The TCP listener: none without `address`. Beyond loopback it needs TLS, and tokens or client certificates."""
+
+    address: str = ""  # 127.0.0.1:9465
+    certificate: str = ""
+    key: str = ""
+    client_ca: str = ""
+    tokens: tuple[Token, ...] = ()
+
+
+class Access(ConfigTable, frozen=True):
+    """Who may see what over the unix socket, and how much."""
+
+    group: str = ""  # sees all, as root does
+    requests_per_second: float = 200.0  # of one peer
+    connections: int = 256
+    request_bytes: int = 1 << 20
+    seconds: float = 10.0  # for a client to send its request and take the answer
+
+
+_ADDRESS = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:]+)\]|(?P<name>[^:\[\]]+)):(?P<port>\d{1,5})")
+
+
+def host_and_port(text: str) -> tuple[str, int]:
+    """`127.0.0.1:9465` or `[::1]:9465`.
+
+    Raises:
+        InputError: `wrong-config`: it is neither.
+    """
+    match = _ADDRESS.fullmatch(text)
+    if match is None or int(match["port"]) > 65535:
+        raise InputError(f"`{text}` is no address, as 127.0.0.1:9465", slug="wrong-config")
+    return match["six"] or match["name"], int(match["port"])

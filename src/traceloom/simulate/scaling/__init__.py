@@ -1,1 +1,0 @@
-"""From a few recorded ranks to many: see `traceloom.simulate.scale`."""

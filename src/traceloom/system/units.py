@@ -1,0 +1,126 @@
+"""Numbers for people: durations, bytes, rates, shares; honest rounding. `units.js` has the same for the page."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from math import floor
+from typing import Any
+
+NONE = "–"
+"""Instead of a number that is not known."""
+
+Scale = tuple[float, str]  # what a number is divided by, and the unit it then has
+_PREFIXES = ((10**15, "P"), (10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"), (1, ""))
+_SCALES: dict[str, tuple[Scale, ...]] = {
+    "time": ((1_000_000_000, "s"), (1_000_000, "ms"), (1_000, "µs"), (1, "ns")),
+    "bytes": ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "B")),
+    **{
+        rate: tuple((factor, prefix + unit) for factor, prefix in _PREFIXES)
+        for rate, unit in (("flops", "FLOP"), ("flop_rate", "FLOP/s"), ("byte_rate", "B/s"))
+    },
+}
+
+
+def per_cent(fraction: float) -> str:
+    """A fraction in per cent, without the sign; never 0 or 100 unless it is exactly that."""
+    if fraction in (0, 1):
+        return f"{fraction * 100:.0f}"
+    if 0 < fraction < 0.001:
+        return "<0.1"
+    return ">99.9" if 0.999 < fraction < 1 else f"{fraction * 100:.1f}"
+
+
+def _three(value: float) -> str:
+    """Three significant digits, thousands in groups: 1.23, 12.3, 123, 1 234 (thin space)."""
+    size = abs(value)
+    digits = 2 if size < 9.995 else 1 if size < 99.95 else 0
+    return f"{value:,.{digits}f}".replace(",", "\u202f")
+
+
+def _scaled(value: float | None, unit: str) -> str:
+    """With the largest unit in which it is at least 1; `–` for None."""
+    if value is None:
+        return NONE
+    factor, name = next((scale for scale in _SCALES[unit] if abs(value) >= scale[0] * 0.9995), _SCALES[unit][-1])
+    if factor == 1 and unit in ("time", "bytes"):  # means are rounded as the page rounds them
+        return f"{value if isinstance(value, int) else floor(value + 0.5)} {name}"
+    return f"{_three(value / factor)} {name}"
+
+
+def duration(ns: int | None) -> str:
+    """1234567 -> `1.23 ms`; None -> `–`."""
+    return _scaled(ns, "time")
+
+
+def size(count: int | None) -> str:
+    """1500000 -> `1.50 MB` (10^6); None -> `–`."""
+    return _scaled(count, "bytes")
+
+
+def flops(value: float | None) -> str:
+    """1.5e12 -> `1.50 TFLOP`; None -> `–`."""
+    return _scaled(value, "flops")
+
+
+def flop_rate(value: float | None) -> str:
+    """1.5e12 -> `1.50 TFLOP/s`; None -> `–`."""
+    return _scaled(value, "flop_rate")
+
+
+def byte_rate(value: float | None) -> str:
+    """1.5e9 -> `1.50 GB/s` (10^9); None -> `–`."""
+    return _scaled(value, "byte_rate")
+
+
+def number(value: float | None) -> str:
+    """A number without unit: whole ones as they are, others with three significant digits; None -> `–`."""
+    if value is None:
+        return NONE
+    if float(value).is_integer():
+        return f"{int(value):,}".replace(",", "\u202f")
+    return f"{value:.2g}" if abs(value) < 0.01 else _three(value)
+
+
+def share(part: float, whole: float) -> str:
+    """A share in per cent that is never 0 % or 100 % unless it is exactly that; `–` of nothing."""
+    return f"{per_cent(part / whole)} %" if whole else NONE
+
+
+def change(fraction: float) -> str:
+    """A relative change with its sign: 0.261 -> `+26.1 %`; never 0 or -100 % unless it is exactly that."""
+    size = abs(fraction)
+    shown = count(round(100 * size)) if size >= 10 else per_cent(size).lstrip(">")
+    return f"{'+' if fraction > 0 else '-' if fraction else ''}{shown} %"
+
+
+def count(value: int | None) -> str:
+    """1234567 -> `1 234 567` with thin spaces; None -> `–`."""
+    return NONE if value is None else f"{value:,}".replace(",", "\u202f")
+
+
+def count_of(value: int, what: str) -> str:
+    """(1, `call`) -> `1 call`; (1234, `copy`) -> `1 234 copies`."""
+    ending = "ies" if re.search("[^aeiou]y$", what) else "es" if re.search("(s|x|ch|sh)$", what) else "s"
+    words = what if value == 1 else (what[:-1] if ending == "ies" else what) + ending
+    return f"{count(value)} {words}"
+
+
+_WRITE: dict[str, Callable[[Any], str]] = {
+    "time": duration,
+    "bytes": size,
+    "count": count,
+    "share": lambda value: share(value, 1.0),
+    "change": change,
+    "number": number,
+    "flops": flops,
+    "flop_rate": flop_rate,
+    "byte_rate": byte_rate,
+}
+NUMBERS = tuple(_WRITE)
+"""The units of columns that hold numbers."""
+
+
+def format_value(value: Any, unit: str) -> str:
+    """A number with the unit of its column; `–` for None."""
+    return _WRITE[unit](value) if value is not None else NONE

@@ -1,0 +1,1 @@
+"""What a trace and a session are: columns, units, storage, cache."""

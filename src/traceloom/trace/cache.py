@@ -1,0 +1,273 @@
+"""Results keyed by content of the inputs and code: read traces, report documents; size cap.
+
+An entry is a folder named by the digest of the file's content, of the reader's own code and of this rank's part of
+capture.json. An index by path, size and times saves reading the content again. Entries are made beside and renamed; one
+that cannot be read is thrown away and made again. A trace is kept under the content that was there before it was
+decoded, and only where the file is still the same afterwards.
+
+An entry is named by the inputs as the user wrote them, the place, size and times of every file that they stand for (of
+a capture: of every file in it), the code of the package and what else decides what was made. An input whose change
+could go unseen (standard input, a file written a moment ago) has no entry.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import stat
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
+from functools import cache as once
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from traceloom.errors import InputError, OutputError
+from traceloom.system.files import CAP_BYTES as FILES_CAP_BYTES
+from traceloom.system.files import cache_directory, discard, evict, open_regular, write
+from traceloom.system.process import clean_up_on_exit
+
+T = TypeVar("T")
+_READER = ("formats", "system", "trace")  # packages of which the code decides what an entry holds
+_PIECE = 1 << 22
+# A file that is written twice within one tick of its file system's clock has the same times after both. Ticks are up to
+# two seconds long; younger files are known by their content alone.
+_TICK_NS = 2 * 10**9
+
+
+class FileStamp(NamedTuple):
+    """A file as it was at a moment.
+
+    Attributes:
+        stamp: Where it lies, its size and its times.
+        settled: Whether every change after that moment changes its stamp.
+    """
+
+    stamp: tuple[int, ...]
+    settled: bool
+
+    @classmethod
+    def now(cls, path: Path) -> FileStamp:
+        """The file as it is now.
+
+        Raises:
+            OSError: It is not there, or it is a pipe or a device, which can be read but once.
+        """
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")
+        about = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        return cls(about, max(status.st_mtime_ns, status.st_ctime_ns) < time.time_ns() - _TICK_NS)
+
+
+class Cache:
+    """The cache of read traces.
+
+    Args:
+        folder: Where it lies; made when first needed.
+        cap_bytes: Its size is kept below; the entries unused for longest go first.
+    """
+
+    def __init__(self, folder: Path | None = None, cap_bytes: int = FILES_CAP_BYTES) -> None:
+        self._folder = folder or cache_directory()
+        self._cap_bytes = cap_bytes
+
+    def entry(self, path: Path, capture: dict[str, Any] | None) -> CacheEntry | None:
+        """The place of a file's trace; None of a file that cannot be read, or that changes while it is.
+
+        Args:
+            path: The file.
+            capture: This rank's part of capture.json, which is read with it.
+        """
+        try:
+            seen = FileStamp.now(path)
+            # The digest of the content, from the index if the file is listed there.
+            listed = json.dumps([str(path.resolve()), *seen.stamp]).encode()
+            noted = self._folder / "index" / hashlib.blake2b(listed, digest_size=20).hexdigest()
+            content = ""
+            if seen.settled:
+                with contextlib.suppress(OSError, ValueError), open_regular(noted) as file:
+                    content = file.read(41).decode("ascii")
+            if len(content) != 40:
+                content = digest(path)
+                if FileStamp.now(path).stamp != seen.stamp:
+                    return None
+                if seen.settled:
+                    with contextlib.suppress(OSError):
+                        noted.parent.mkdir(parents=True, exist_ok=True)
+                        written = noted.with_name(f".{noted.name}-{os.getpid()}")
+                        written.write_text(content, encoding="ascii")
+                        written.replace(noted)
+        except OSError:
+            return None
+        about = hashlib.blake2b(digest_size=20)
+        about.update(content.encode())
+        about.update(reader_version().encode())
+        about.update(json.dumps(capture, sort_keys=True).encode())
+        return CacheEntry(self._folder / "traces" / about.hexdigest(), path, seen, content)
+
+    def prune(self) -> None:
+        """Drop the entries unused for longest until the rest fits."""
+        evict(self._folder / "traces", self._cap_bytes)
+
+
+class CacheEntry:
+    """The place of one file's trace.
+
+    Attributes:
+        damaged: What was there could not be used, and has been thrown away.
+    """
+
+    def __init__(self, folder: Path, path: Path, seen: FileStamp, content: str) -> None:
+        self._folder = folder
+        self._path = path
+        self._seen = seen
+        self._content = content
+        self.damaged = False
+
+    @property
+    def settled(self) -> bool:
+        """Whether every change of the file will be seen from its times and its size."""
+        return self._seen.settled
+
+    def exists(self) -> bool:
+        """Whether the file was read before."""
+        return self._folder.is_dir()
+
+    def get(self, read: Callable[[Path], T]) -> T | None:
+        """What `read` makes of the entry's folder, if the file was read before."""
+        import polars as pl
+
+        if not os.path.lexists(self._folder):
+            return None
+        try:
+            content = read(self._folder)
+        # Whatever is wrong with it, it can be made again; on damaged columns Polars panics, which is no `Exception`.
+        except (Exception, pl.exceptions.PanicException):  # noqa: BLE001
+            self.damaged = True
+            discard(self._folder)
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(self._folder)
+        return content
+
+    def put(self, write: Callable[[Path], object]) -> None:
+        """Keep what `write` puts into a folder, if the file is still what it was; write errors are ignored."""
+        import polars as pl
+
+        with contextlib.suppress(OSError, ValueError, pl.exceptions.PolarsError):
+            if not self.unchanged():
+                return
+            self._folder.parent.mkdir(parents=True, exist_ok=True)
+            made = self._folder.with_name(f".making-{os.urandom(8).hex()}")
+            with clean_up_on_exit(partial(discard, made)):
+                try:
+                    made.mkdir(mode=0o700)
+                    write(made)
+                    made.rename(self._folder)  # fails where another process was faster, whose entry is as good
+                finally:
+                    discard(made)
+
+    def unchanged(self) -> bool:
+        """Whether the file is what it was when the entry was asked for.
+
+        Raises:
+            OSError: It cannot be read any more.
+        """
+        if FileStamp.now(self._path).stamp != self._seen.stamp:
+            return False
+        return self._seen.settled or digest(self._path) == self._content
+
+
+def digest(path: Path) -> str:
+    """Digest of a file's content, 40 hexadecimal digits."""
+    content = hashlib.blake2b(digest_size=20)
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE):
+            content.update(piece)
+    return content.hexdigest()
+
+
+@once
+def reader_version() -> str:
+    """Changes with the reader's code, so that no entry of another version is ever used."""
+    about = hashlib.blake2b(digest_size=20)
+    package = Path(__file__).parents[1]
+    for file in sorted(file for part in _READER for file in (package / part).rglob("*.py")):
+        about.update(str(file.relative_to(package)).encode())
+        about.update(file.read_bytes())
+    return about.hexdigest()
+
+
+MOST_BYTES = 1 << 26  # of one entry
+CAP_BYTES = 10**9  # of all
+Stamp = tuple[str, tuple[int, ...]]
+
+
+class DocumentCache:
+    """The place of the documents that were made of some inputs.
+
+    Args:
+        paths: The inputs.
+        beside: Other files that decide what is made.
+        about: The choices that decide it.
+        files_of: Every file that inputs stand for.
+    """
+
+    def __init__(
+        self,
+        paths: Iterable[str],
+        beside: Iterable[str],
+        about: str,
+        files_of: Callable[[Sequence[str]], Sequence[Path]],
+    ) -> None:
+        self._paths, self._beside, self._about = tuple(map(str, paths)), tuple(beside), about
+        self._files_of = files_of
+        self._key = self._digest()
+
+    def _digest(self) -> str:
+        """Changes with the inputs, the code and the choices; empty where a change of the inputs could go unseen."""
+        if "-" in self._paths:
+            return ""
+        try:
+            files = self._files_of(self._paths)
+            seen = {path: FileStamp.now(path) for path in (*files, *map(Path, self._beside))}
+            stamps = [(str(path.resolve()), now.stamp) for path, now in seen.items()]
+        except (InputError, OSError, ValueError):  # who reads it will say what is wrong
+            return ""
+        if not all(now.settled for now in seen.values()):  # a change within the tick of the clock would not be seen
+            return ""
+        text = json.dumps([_code(), self._paths, stamps, self._about])
+        return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=20).hexdigest()
+
+    @property
+    def _folder(self) -> Path:
+        return cache_directory() / "reports" / self._key
+
+    def get(self, name: str) -> Any:
+        """A document that was made; None where it was not, or not of these inputs, or cannot be read."""
+        if self._key:
+            with contextlib.suppress(OSError, ValueError), open_regular(self._folder / name) as file:
+                document = json.loads(file.read())
+                os.utime(self._folder)
+                return document if isinstance(document, dict) else None
+        return None
+
+    def put(self, name: str, content: bytes) -> None:
+        """Keep a document, as JSON, if the inputs are still what they were; what cannot be written is not kept."""
+        if not self._key or len(content) > MOST_BYTES or self._digest() != self._key:
+            return
+        with contextlib.suppress(OSError, OutputError):
+            write(self._folder / name, lambda out: out.write(content), force=True, private=True)
+            evict(self._folder.parent, CAP_BYTES)
+
+
+@cache
+def _code() -> list[tuple[str, int, int]]:
+    """Size and time of every file of the package: another version of it makes something else."""
+    package = Path(__file__).parents[1]
+    files = sorted(path for path in package.rglob("*") if path.suffix in {".py", ".json"})
+    return [(str(file.relative_to(package)), (about := file.stat()).st_size, about.st_mtime_ns) for file in files]

@@ -1,0 +1,225 @@
+"""Schemas out of column names.
+
+What a column is (type, unit, heading, meaning, why unknown); matching without case; Result.
+
+`wait_ns` is a time, `sent_bytes` an amount and `before_name` a text wherever they stand, so a table of columns is the
+list of their names in order; only what differs from that, an enumeration say, is written with its type.
+
+An expression with `(?i)` knows the other cases of every letter of the world and takes three times as long to make and
+to run; nearly all of ours are plain ASCII, and can be put to lower case together with the names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from functools import lru_cache
+from html import escape
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+_WORDS: dict[pl.DataType, str] = {
+    pl.Int64(): """ns us mean_ns bytes flops count calls ops runs steps launches works threads samples ranges requests
+        tokens meetings registers elements address id code stream pool instance chain follows number
+        sequence row nth x y z flow correlation tag offset length period capacity range stretch matched
+        recomputed""",
+    pl.Float64(): """mean min max change value low high limit factor fraction rate s second bytes_per_step active drift
+        scatter effect effect_size fragmentation efficiency fill error sm occupancy percent intensity mfu
+        hfu base_count new_count""",
+    pl.String(): """name kind kinds type types dtype group description category rule reason advice detail message
+        meaning what label says host process thread op operator kernel module region function call
+        framework file path stack site shapes strides splits concrete backend link algorithm protocol
+        activity cause evidence state owner memory metric measure quantity counter condition verdict weight
+        check deviation unpaired absent trace subject outcome peak arithmetic arrow resumed capability
+        inputs outputs attributes schema key""",
+    pl.Int32(): """rank ranks step device line size peer stage stage_count pipeline channels multiprocessors scope
+        stride recorded receives_from sends_to""",
+    pl.UInt32(): "event lane node parent example graph segment replay launch gap before after producer wait work like",
+    pl.UInt16(): "depth",
+    pl.Boolean(): """backward complete pageable by_kernel elementwise matrix same slow whole checked certain holds main
+        sends bottleneck recompile relative used asynchronous end on_gpu along_edge""",
+}
+_TYPES = {word: kind for kind, words in _WORDS.items() for word in words.split()}
+"""The type of a column: by its name if that stands here, else, of a mean, by that word, else by its last word."""
+
+
+def schema(*columns: str | Mapping[str, pl.DataType | type[pl.DataType]]) -> pl.Schema:
+    """The columns of a frame, in order.
+
+    Args:
+        columns: Names, separated by spaces; schemas, whose columns come here; and types of names that stand before.
+
+    Raises:
+        ValueError: a name stands twice, a type is of no column, or a column has no type: no word says what it holds.
+
+    Example:
+        >>> schema("rank cause mean_wait_ns", {"cause": pl.Enum(["host", "device"])})
+        Schema({'rank': Int32, 'cause': Enum(categories=['host', 'device']), 'mean_wait_ns': Float64})
+    """
+    types: dict[str, pl.DataType | type[pl.DataType] | None] = {}
+    for part in columns:
+        if isinstance(part, Mapping):
+            if not isinstance(part, pl.Schema) and (strange := part.keys() - types):
+                raise ValueError(f"no column is named {', '.join(sorted(strange))}")
+            types |= part
+            continue
+        for name in part.split():
+            if name in types:
+                raise ValueError(f"the column `{name}` stands twice")
+            word = "mean" if name.startswith("mean_") else name.rpartition("_")[2]
+            types[name] = _TYPES.get(name, _TYPES.get(word))
+    typed = {name: kind for name, kind in types.items() if kind is not None}
+    if len(typed) < len(types):
+        raise ValueError(f"no word says the type of {', '.join(name for name in types if name not in typed)}")
+    return pl.Schema(typed)
+
+
+def cast_to_schema(frame: pl.DataFrame, columns: Mapping[str, pl.DataType | type[pl.DataType]]) -> pl.DataFrame:
+    """The columns of a schema, in its order and of its types; a frame's other columns are left out."""
+    declared = frame[list(columns)]
+    for at, (present, kind) in enumerate(zip(declared.dtypes, columns.values(), strict=True)):
+        if present != kind:  # one by one, since a query takes five times as long
+            declared.replace_column(at, declared.to_series(at).cast(kind))
+    return declared
+
+
+def to_rows(frame: pl.DataFrame) -> list[Any]:
+    """The rows of a frame as dictionaries, of the type that the document has where they stand."""
+    listed: list[Any] = frame.to_dicts()
+    return listed
+
+
+class Result:
+    """Base of the frozen dataclasses that analyses return: frames and plain values, shown nicely, printable as JSON."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain lists, dicts, numbers and strings, as they stand in JSON; a frame is a list of rows."""
+        assert is_dataclass(self)
+        return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
+
+    def _repr_html_(self) -> str:
+        assert is_dataclass(self)
+        parts = [f"<h4>{escape(type(self).__name__)}</h4>"]
+        for f in fields(self):
+            value = getattr(self, f.name)
+            shown = value._repr_html_() if isinstance(value, pl.DataFrame) else escape(str(value))
+            parts.append(f"<div><b>{escape(f.name)}</b> {shown}</div>")
+        return "".join(parts)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, pl.DataFrame):
+        return value.to_dicts()
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.tolist()
+    if hasattr(value, "to_dict"):
+        return value.to_dict()
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+UNITS = ("text", "name", "time", "bytes", "count", "share", "change", "number", "flops", "flop_rate", "byte_rate")
+"""Text; name (long, may be cut); time in ns; bytes; count; share from 0 to 1; change (0.25: a quarter more); number;
+FLOPs; FLOP/s; B/s."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column of a document.
+
+    Attributes:
+        unit: One of `UNITS`.
+        title: Heading in tables.
+        meaning: What it says, or what is counted over what: the fragment of a sentence.
+        unknown: Why it can be null, where there is one reason whatever the table.
+    """
+
+    unit: str
+    title: str
+    meaning: str
+    unknown: str = ""
+
+
+def per_step(name: str, unit: str, what: str, title: str = "Per step", unknown: str = "") -> dict[str, Column]:
+    """`mean_`, `min_` and `max_` of a column over the whole steps."""
+    mean_unit = "number" if unit == "count" else unit
+    path, _, key = name.rpartition(".")
+    at = f"{path}." if path else ""
+    return {
+        f"{at}mean_{key}": Column(mean_unit, title, f"{what}, mean over the whole steps", unknown),
+        f"{at}min_{key}": Column(unit, "Min", f"{what}, min over the whole steps", unknown),
+        f"{at}max_{key}": Column(unit, "Max", f"{what}, max over the whole steps", unknown),
+    }
+
+
+def times(name: str, title: str, what: str) -> dict[str, Column]:
+    """Median, 95th percentile and maximum of a time."""
+    return {
+        f"{name}_median_ns": Column("time", title, f"{what}, median"),
+        f"{name}_p95_ns": Column("time", "95 %", f"{what}, 95th percentile"),
+        f"{name}_max_ns": Column("time", "Max", f"{what}, longest"),
+    }
+
+
+NO_RANK = "the file does not say its rank"
+NO_DEVICE = "the file does not number the device"
+NO_STEP = "it is outside all steps"
+NO_GROUP = "the recording does not say which group communicates"
+NO_SIZE = "the recording does not say how many ranks communicate"
+NO_KIND = "neither the arguments nor the name of the kernel say what it does"
+NO_MESSAGE = "the recording does not say how much is sent"
+
+_ANY_CASE = "(?i)"
+# What means the same when its letters are put to lower case: no escape that a capital or a code point follows, no group
+# with flags or a name, no range but the usual ones (and no `[:upper:]`).
+_PLAIN = re.compile(
+    r"(?:\\[^A-Zaceg-rtuvx-z0-9]|\(\?:|(?<!\()\?|[^\\?-]|(?<=a)-(?=z)|(?<=A)-(?=Z)|(?<=[0-9])-(?=[0-9]))*"
+)
+
+_RECENT: dict[tuple[str, ...], list[tuple[pl.Series, list[pl.Series]]]] = {}  # for each patterns, two lists of names
+_LOWER: list[pl.Series] = []  # the names put to lower case last, and these
+
+
+def _lower_case(names: pl.Series) -> pl.Series:
+    if not _LOWER or not _LOWER[0].equals(names):
+        _LOWER[:] = names, names.str.to_lowercase().alias("lower")
+    return _LOWER[1]
+
+
+@lru_cache(maxsize=256)
+def lower_ascii(pattern: str) -> str | None:
+    """The expression that finds in names of lower case what `pattern` finds in any case; None where there is none."""
+    plain = pattern.isascii() and "[:" not in pattern and _PLAIN.fullmatch(pattern)
+    return pattern.lower() if plain else None
+
+
+def contains(names: pl.Series, pattern: str) -> pl.Series:
+    """Which names hold a regular expression; one that begins with `(?i)` in any case. Shape (names,)."""
+    return contains_any(names, [pattern])[0]
+
+
+def contains_any(names: pl.Series, patterns: Sequence[str]) -> list[pl.Series]:
+    """The same for each of several regular expressions. Remembered: the next rank mostly has the names of this one, or
+    where this one had more than the others, those of the rank before.
+    """
+    recent = _RECENT.setdefault(tuple(patterns), [])
+    for earlier, columns in recent:
+        if earlier.equals(names):
+            return columns
+    frame = names.to_frame("name")
+    if any(pattern.startswith(_ANY_CASE) for pattern in patterns):
+        frame = frame.hstack([_lower_case(names)])
+    holds = [
+        pl.col("name" if low is None else "lower").str.contains(low or pattern).alias(str(at))
+        for at, pattern in enumerate(patterns)
+        for low in (lower_ascii(pattern.removeprefix(_ANY_CASE)) if pattern.startswith(_ANY_CASE) else None,)
+    ]
+    columns = frame.select(holds).get_columns() if holds else []
+    recent[:] = [(names, columns), *recent[:1]]
+    return columns

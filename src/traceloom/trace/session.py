@@ -1,0 +1,397 @@
+"""Session: traces of one run, frames recorded next to them, its step log, thread clocks and memory snapshots.
+
+`samples`: a stack that was seen at `time_ns` and, look after look, for `period_ns`; its frames from the outermost to
+the innermost, spelled as the profiler of PyTorch does: `train.py(20): step`. `thread` is the kernel's number.
+
+`telemetry`: every value of every series, `labels` as JSON text with sorted keys; counters as they are, not as rates.
+
+`allocations`: every block that an allocator gave (bytes above 0) or took back (below), and its own totals where it says
+them; `device_name` is `cpu` or `cuda:0`.
+
+Times are int64 nanoseconds, Unix time; rows are in order of rank or host, then of series or thread, then of time.
+"""
+
+from __future__ import annotations
+
+import importlib
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from html import escape
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import msgspec
+import numpy as np
+import polars as pl
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from traceloom.errors import UsageError, broken
+from traceloom.system import units
+from traceloom.system.files import read_small
+from traceloom.system.sanitize import sanitize
+from traceloom.trace.array_types import Ints
+from traceloom.trace.frames import schema
+from traceloom.trace.notice import Notice
+from traceloom.trace.trace import Meta, Trace
+
+SAMPLES = schema(
+    "rank process thread thread_name time_ns period_ns stack",
+    {"process": pl.Int64, "thread": pl.Int64, "stack": pl.List(pl.String)},
+)
+TELEMETRY = schema("host time_ns metric labels value unit kind", {"labels": pl.String, "unit": pl.String})
+ALLOCATIONS = schema(
+    "rank process thread time_ns address bytes device_name allocated_bytes reserved_bytes",
+    {"process": pl.Int64, "thread": pl.Int64, "address": pl.UInt64},
+)
+
+
+def empty_samples() -> pl.DataFrame:
+    """Samples without rows."""
+    return pl.DataFrame(schema=SAMPLES)
+
+
+def no_telemetry() -> pl.DataFrame:
+    """Telemetry without rows."""
+    return pl.DataFrame(schema=TELEMETRY)
+
+
+def no_allocations() -> pl.DataFrame:
+    """Allocations without rows."""
+    return pl.DataFrame(schema=ALLOCATIONS)
+
+
+_MOST_ROWS = 20  # of a notebook's table of ranks
+
+
+@dataclass(frozen=True)
+class Session:
+    """The traces of one run, by rank (then by start, where one rank has several windows).
+
+    Attributes:
+        traces: At least one. The ranks may have gaps and need not start at 0.
+        name: What the user gave: the directory or file.
+        capture: The run's capture.json, where it was recorded by `traceloom record`.
+        notices: Notices about the run as a whole; those of a rank stand in its trace.
+        samples: Stacks of its threads that were taken from outside (`traceloom.trace.session`); mostly none.
+        telemetry: What its hosts and devices did meanwhile, likewise.
+        allocations: What its allocators did, seen from outside, likewise; those of a trace stand in the trace.
+    """
+
+    traces: tuple[Trace, ...]
+    name: str
+    capture: dict[str, Any] | None = None
+    notices: tuple[Notice, ...] = ()
+    samples: pl.DataFrame = field(default_factory=empty_samples)
+    telemetry: pl.DataFrame = field(default_factory=no_telemetry)
+    allocations: pl.DataFrame = field(default_factory=no_allocations)
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        """The ranks of `traces`, in their order (None where a trace does not say)."""
+        return tuple(trace.rank for trace in self.traces)
+
+    @property
+    def world_size(self) -> int | None:
+        """The number of ranks of the job, where a trace says; not the number of traces at hand."""
+        return max((t.meta.world_size for t in self.traces if t.meta.world_size is not None), default=None)
+
+    @property
+    def event_count(self) -> int:
+        """How many events its traces hold."""
+        return sum(trace.events.height for trace in self.traces)
+
+    @property
+    def epoch_ns(self) -> int:
+        """The earliest start of all traces: what report times are relative to."""
+        return min((trace.start_ns for trace in self.traces if trace.events.height), default=0)
+
+    @property
+    def recording_ratio(self) -> float | None:
+        """How much longer recorded steps take than unrecorded ones, the largest over the ranks; None where unknown."""
+        parts = [(trace.meta.capture or {}).get("overhead") for trace in self.traces]
+        ratios = [part.get("ratio") for part in parts if isinstance(part, dict)]
+        return max((ratio for ratio in ratios if isinstance(ratio, float)), default=None)
+
+    def of_rank(self, rank: int) -> Session:
+        """The session with only the windows of one rank."""
+        return self.of_ranks((rank,))
+
+    def of_ranks(self, ranks: tuple[int, ...]) -> Session:
+        """The session with only these ranks; UsageError if one is missing."""
+        missing = [rank for rank in ranks if rank not in self.ranks]
+        if missing:
+            present = sorted({rank for rank in self.ranks if rank is not None})
+            have = f"it has {', '.join(map(str, present))}" if present else "its traces do not say their ranks"
+            raise UsageError(f"rank {missing[0]} is not in this run; {have}", slug="no-such-rank")
+        kept = tuple(trace for trace in self.traces if trace.rank in ranks)
+        of_ranks = pl.col("rank").is_in(ranks)
+        samples, allocations = self.samples.filter(of_ranks), self.allocations.filter(of_ranks)
+        return replace(self, traces=kept, samples=samples, allocations=allocations)
+
+    def all_notices(self) -> tuple[Notice, ...]:
+        """The run's notices, then those of every rank."""
+        return self.notices + tuple(n.of_rank(t.rank) for t in self.traces for n in t.notices)
+
+    def check(self) -> None:
+        """Check every trace, and the frames beside them."""
+        for trace in self.traces:
+            trace.check()
+        for name, columns in (("samples", SAMPLES), ("telemetry", TELEMETRY), ("allocations", ALLOCATIONS)):
+            frame: pl.DataFrame = getattr(self, name)
+            if frame.schema != columns:
+                raise broken("columns", f"frame {name} has {frame.schema}, expected {columns}")
+        if (self.samples["period_ns"] < 0).any():
+            raise broken("order", "stack samples have negative periods")
+
+    @property
+    def kernels(self) -> pl.DataFrame:
+        """GPU work by name, of all ranks (`analyze.kernels`), first the column `rank`."""
+        return self._of_ranks("kernels", "kernels")
+
+    @property
+    def operators(self) -> pl.DataFrame:
+        """Operators by name, of all ranks (`analyze.operators`), first the column `rank`."""
+        return self._of_ranks("operators", "operators")
+
+    @property
+    def steps(self) -> pl.DataFrame:
+        """The steps of all ranks (`analyze.step_times`), first the column `rank`."""
+        return self._of_ranks("step_times", "steps")
+
+    @property
+    def collectives(self) -> pl.DataFrame:
+        """Every collective call of all ranks (`analyze.collectives`), first the column `rank`."""
+        return self._of_ranks("collectives", "calls")
+
+    def _of_ranks(self, analysis: str, frame: str) -> pl.DataFrame:
+        # Analyses import the model, not the other way round: they are looked up when somebody asks.
+        analyze = importlib.import_module("traceloom.analyze")
+        frames = []
+        for trace in self.traces:
+            of_trace: pl.DataFrame = getattr(getattr(analyze, analysis)(trace), frame)
+            rank = pl.lit(trace.rank, dtype=pl.Int32).alias("rank")
+            frames.append(of_trace.select(rank, pl.all().exclude("rank")))
+        return pl.concat(frames)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        of_trace = name in Trace.__dataclass_fields__ or hasattr(Trace, name)
+        hint = f"; its traces have: session.traces[0].{name}" if of_trace else ""
+        raise AttributeError(f"a Session has no `{name}`{hint}")
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><td>{'?' if trace.rank is None else trace.rank}</td><td>{units.count(trace.events.height)}</td>"
+            f"<td>{units.duration(trace.end_ns - trace.start_ns)}</td><td>{trace.steps.height}</td>"
+            f"<td style='text-align:left'>{escape(sanitize(trace.meta.path))}</td></tr>"
+            for trace in self.traces[:_MOST_ROWS]
+        )
+        more = f"<p>… and {len(self.traces) - _MOST_ROWS} more</p>" if len(self.traces) > _MOST_ROWS else ""
+        head = "".join(f"<th>{title}</th>" for title in ("rank", "events", "time", "steps", "file"))
+        return f"<p><b>{escape(sanitize(self.name))}</b></p><table><tr>{head}</tr>{rows}</table>{more}"
+
+    def __repr__(self) -> str:
+        events = self.event_count
+        return f"<Session {self.name}: {len(self.traces)} traces, {events:,} events>"
+
+
+WARM_UP = 3
+"""Steps at the beginning of a run that stand for no other, as in `overhead` of capture.json."""
+_PLAIN = "unrecorded"
+_MOST_BYTES = 1 << 27  # of a file
+_FEW_BYTES = 1 << 24
+_MOST_EXPANSION = 100  # what is larger is cut, and read as nothing
+
+
+class RunSteps(NamedTuple):
+    """All steps of a run in order.
+
+    Attributes:
+        duration_ns: Wall times, shape (steps,).
+        state: What the recorder did in each.
+        ran_ns: How long the thread that makes them ran in each; None where unknown.
+    """
+
+    duration_ns: NDArray[np.int64]
+    state: list[str]
+    ran_ns: list[int | None]
+
+
+def all_steps(meta: Meta) -> RunSteps | None:
+    """Every complete step of the run, from the first; None where it kept no such table, or an invalid one."""
+    table = captured_table(meta.capture, meta.path, "steps") or {}
+    durations, states = table.get("duration_ns"), table.get("state")
+    if not isinstance(durations, list) or not isinstance(states, list) or len(durations) != len(states):
+        return None
+    if not all(isinstance(took, int) and 0 <= took < 1 << 53 for took in durations):
+        return None
+    ran = table.get("cpu_ns")
+    ran = ran if isinstance(ran, list) and len(ran) == len(durations) else [None] * len(durations)
+    cpu_times = [value if isinstance(value, int) and 0 <= value < 1 << 53 else None for value in ran]
+    return RunSteps(np.array(durations, dtype=np.int64), [str(state) for state in states], cpu_times)
+
+
+def undisturbed_steps(meta: Meta) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
+    """Steps after the warm-up that ran while nothing was recorded.
+
+    Returns:
+        Their numbers, ascending, and their wall times in nanoseconds; None where the run kept no such table.
+    """
+    table = captured_table(meta.capture, meta.path, "steps")
+    if table is None:
+        return None
+    durations, states = table.get("duration_ns"), table.get("state")
+    if not isinstance(durations, list) or not isinstance(states, list) or len(durations) != len(states):
+        return None
+    kept = [
+        (step, took)
+        for step, (took, state) in enumerate(zip(durations, states, strict=True))
+        if step >= WARM_UP and state == _PLAIN and isinstance(took, int) and 0 <= took < 1 << 62
+    ]
+    columns = np.array(kept, dtype=np.int64).reshape(-1, 2)
+    return columns[:, 0], columns[:, 1]
+
+
+def captured_table(capture: dict[str, Any] | None, path: str, key: str) -> dict[str, Any] | None:
+    """A table of capture.json as columns: in the part itself, or in a file beside the trace where they are long.
+
+    Args:
+        capture: A rank's part of capture.json.
+        path: The path of its trace.
+        key: Name of the table.
+    """
+    table = (capture or {}).get(key)
+    if not isinstance(table, dict):
+        return None
+    name = table.get("file")
+    if not isinstance(name, str):
+        return table
+    if Path(name).name != name:  # a name from a stranger's file never leaves the directory
+        return None
+    try:
+        data = read_small(Path(path).parent / name, _MOST_BYTES)
+        if data[:2] == b"\x1f\x8b":
+            data = zlib.decompressobj(wbits=31).decompress(data, max(_FEW_BYTES, _MOST_EXPANSION * len(data)))
+        columns: dict[str, Any] = msgspec.json.decode(data, type=dict)
+    except (OSError, zlib.error, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    return columns
+
+
+class ThreadClock(Struct, frozen=True):
+    """ThreadClock of one thread, ascending in time.
+
+    Attributes:
+        time_ns: When, Unix time, shape (samples,).
+        ran_ns: How long the thread had run until then, never falling, shape (samples,).
+    """
+
+    time_ns: Ints
+    ran_ns: Ints
+
+    def ran(self, low: Ints, high: Ints) -> tuple[Ints, Ints]:
+        """How long the thread ran between two times, at least and at most, ns.
+
+        The samples inside tell the least, those around them the most; where none is before or behind, the most is all.
+
+        Args:
+            low: Beginnings, ns, shape (spans,).
+            high: Ends, not before them, ns, shape (spans,).
+        """
+        last = self.time_ns.size - 1
+        first_inside = np.searchsorted(self.time_ns, low, side="left")
+        last_inside = np.searchsorted(self.time_ns, high, side="right") - 1
+        inside = last_inside > first_inside
+        within = self.ran_ns[np.maximum(last_inside, 0)] - self.ran_ns[np.minimum(first_inside, last)]
+        least = np.minimum(np.where(inside, within, 0), high - low)
+        before = np.searchsorted(self.time_ns, low, side="right") - 1
+        behind = np.searchsorted(self.time_ns, high, side="left")
+        around = self.ran_ns[np.minimum(behind, last)] - self.ran_ns[np.maximum(before, 0)]
+        most = np.where((before >= 0) & (behind <= last), np.minimum(around, high - low), high - low)
+        return least, np.maximum(most, least)
+
+
+def thread_samples(meta: Meta) -> dict[str, ThreadClock]:
+    """The samples of each thread with at least two, by the system's thread id; none where nobody took any."""
+    return samples_of(meta.capture, meta.path)
+
+
+def samples_of(capture: dict[str, Any] | None, path: str) -> dict[str, ThreadClock]:
+    """The same from a rank's part of capture.json, and the path of its trace."""
+    table = captured_table(capture, path, "thread_cpu") or {}
+    columns = [table.get(name) for name in ("thread", "time_ns", "cpu_ns")]
+    lists = [column for column in columns if isinstance(column, list)]
+    if len(lists) < len(columns) or len({len(column) for column in lists}) != 1:
+        return {}
+    if not all(isinstance(value, int) and 0 <= value < 1 << 62 for column in lists for value in column):
+        return {}
+    thread, time, ran = (np.array(column, dtype=np.int64) for column in lists)
+    order = np.lexsort((time, thread))
+    thread, time, ran = thread[order], time[order], ran[order]
+    bounds = np.flatnonzero(np.diff(thread)) + 1
+    parts = zip(*(np.split(column, bounds) for column in (thread, time, ran)), strict=True)
+    return {
+        str(threads[0]): ThreadClock(times, np.maximum.accumulate(ran_ns))
+        for threads, times, ran_ns in parts
+        if threads.size > 1
+    }
+
+
+ACTIONS = (
+    "alloc", "free_requested", "free_completed", "segment_alloc", "segment_free", "segment_map", "segment_unmap",
+    "oom", "snapshot", "user_defined",
+)  # fmt: skip
+ENTRIES = schema("device action address bytes time_us stack", {"action": pl.Enum(ACTIONS), "stack": pl.Int32})
+"""`address` of an oom: the bytes that were free on the device; `time_us`: Unix time, null in snapshots of older
+versions; `stack`: of `stacks`, 0 is none."""
+SEGMENTS = schema("device address bytes stream")
+BLOCKS = schema("device segment address bytes requested_bytes state stack", {"stack": pl.Int32})
+"""`segment`: row of `segments`; `state`: active_allocated, active_pending_free (or active_awaiting_free), inactive."""
+_BETWEEN = " < "
+
+Frame = tuple[str, int, str]
+"""File, line, function."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A snapshot.
+
+    Attributes:
+        path: The file.
+        entries: `ENTRIES`: the history by device, in the order in which it happened.
+        segments: `SEGMENTS`.
+        blocks: `BLOCKS`, in the order of addresses within their segment.
+        stacks: Call stacks, the innermost frame first; the first one is empty.
+        notices: What was left out.
+        device_type: What its devices are, as `cuda`, `cpu`.
+    """
+
+    path: str
+    entries: pl.DataFrame
+    segments: pl.DataFrame
+    blocks: pl.DataFrame
+    stacks: tuple[tuple[Frame, ...], ...]
+    notices: tuple[Notice, ...] = ()
+    device_type: str = "cuda"
+
+
+def frame_text(frame: Sequence[Any]) -> str:
+    """`file(line): function`, as frames read in traces."""
+    file, line, name = frame
+    return f"{file}({line}): {name}" if file and file != "??" else str(name)
+
+
+def is_python(frame: Frame) -> bool:
+    """Whether a frame is one of Python, not of C++."""
+    return frame[0].endswith((".py", ".pyx")) or frame[0].startswith("<")
+
+
+def stack_texts(snapshot: Snapshot) -> pl.Series:
+    """Each stack as text, the innermost frame first: those of Python, where it has any; null for none."""
+    texts = []
+    for stack in snapshot.stacks:
+        shown = [frame_text(frame) for frame in stack if is_python(frame)] or [frame_text(frame) for frame in stack]
+        texts.append(_BETWEEN.join(shown) or None)
+    return pl.Series(texts, dtype=pl.String)

@@ -1,0 +1,407 @@
+"""Frames on disk: Arrow folders, single-file archives (graphs, plans), sessions too large for memory.
+
+The header says format, version and rows per frame, and what there is beside the frames. Enum columns are text in the
+file, so that any reader of Parquet understands them. Nothing is ever unpacked to the disk.
+
+The files have no name any more, so they vanish with the process, however that ends; the system takes the pages back
+whenever it needs room. See `traceloom.trace.arrays` for single traces that are too large.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import mmap
+import threading
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol, TypeVar
+
+import msgspec
+import numpy as np
+import polars as pl
+from isal.isal_zlib import crc32
+from msgspec import Struct
+
+from traceloom import __version__
+from traceloom.errors import InputError, InvariantError, other_version, unreadable
+from traceloom.system import files
+from traceloom.system.files import open_regular
+from traceloom.system.text import clean_json
+from traceloom.trace import arrays, mapped_arrays
+from traceloom.trace.array_types import Array
+from traceloom.trace.arrays import is_large
+from traceloom.trace.notice import Notice
+from traceloom.trace.trace import SCHEMAS, Meta, Trace
+
+_HEAD = "trace.json"
+_FORMAT = 2
+_PIECE = 1 << 20
+PART = 1 << 20  # rows of a very large frame that are read at once
+
+
+class _Head(Struct):
+    """What `trace.json` holds; `files` are bytes and checksum of each frame's file."""
+
+    version: int
+    meta: Meta
+    notices: list[Notice]
+    rows: dict[str, int]
+    files: dict[str, tuple[int, int]]
+
+
+def save(trace: Trace, folder: Path, *, kept: bool = True) -> None:
+    """Write a trace into an existing folder; the head comes last, so that a folder with a head is whole.
+
+    Args:
+        trace: The trace.
+        folder: Where to.
+        kept: It is compressed, and has checksums; else it is read back at once, and gone.
+    """
+    rows = {name: frame.height for name, frame in trace.frames().items()}
+    files = {}
+    for name, frame in trace.frames().items():
+        if frame.height:
+            file = folder / f"{name}.arrow"
+            frame.write_ipc(file, compression="lz4" if kept else "uncompressed")
+            if kept:
+                files[name] = _checksum(file)
+    head = {
+        "version": _FORMAT,
+        "meta": asdict(trace.meta),
+        "notices": [asdict(notice) for notice in trace.notices],
+        "rows": rows,
+        "files": files,
+    }
+    text = json.dumps(head).encode()
+    (folder / _HEAD).write_bytes(text + b"\n%08x" % crc32(text))
+
+
+def load_trace(folder: Path, *, kept: bool = True) -> Trace:
+    """Read a trace back.
+
+    Args:
+        folder: Where it is.
+        kept: Anything may have happened to it since it was written: look at all checksums.
+
+    Raises:
+        Exception: The folder is not whole, or damaged.
+    """
+    with open_regular(folder / _HEAD) as file:
+        text, _, checksum = file.read().rpartition(b"\n")
+    if checksum != b"%08x" % crc32(text):
+        raise ValueError("the head is not as it was written")
+    values = json.loads(text)
+    if kept:
+        head = msgspec.convert(values, _Head)
+        for name in head.rows.keys() & SCHEMAS.keys():
+            if head.rows[name] and _checksum(folder / f"{name}.arrow") != head.files[name]:
+                raise ValueError(f"frame {name} is not as it was written")
+    else:
+        notices = [Notice(**notice) for notice in values["notices"]]
+        head = _Head(values["version"], Meta(**values["meta"]), notices, values["rows"], {})
+    if head.version != _FORMAT:
+        raise ValueError(f"format {head.version} is not {_FORMAT}")
+    rows = {name: count for name, count in head.rows.items() if count and name in SCHEMAS}
+    if head.meta.file_bytes >= mapped_arrays.SPILL_BYTES:
+        frames = {name: _frame_on_disk(folder, name, count) for name, count in rows.items()}
+    else:  # all at once, which takes half as long as one after the other
+        read = pl.collect_all([pl.scan_ipc(folder / f"{name}.arrow") for name in rows])
+        frames = dict(zip(rows, read, strict=True))
+        for name, frame in frames.items():
+            if frame.height != rows[name] or frame.schema != SCHEMAS[name]:
+                raise ValueError(f"frame {name} is not as its head says")
+    empty = {name: pl.DataFrame(schema=SCHEMAS[name]) for name in SCHEMAS}
+    return Trace(meta=head.meta, notices=tuple(head.notices), **(empty | frames))
+
+
+def _checksum(path: Path) -> tuple[int, int]:
+    """Bytes of a file, and a checksum of them."""
+    size = checksum = 0
+    with open_regular(path) as file:
+        while piece := file.read(_PIECE):
+            size, checksum = size + len(piece), crc32(piece, checksum)
+    return size, checksum
+
+
+def _frame_on_disk(folder: Path, name: str, rows: int) -> pl.DataFrame:
+    """One frame, column by column and part by part into files of this process."""
+    stored = pl.scan_ipc(folder / f"{name}.arrow")
+    schema = stored.collect_schema()
+    if schema != SCHEMAS[name] or stored.select(pl.len()).collect().item() != rows:
+        raise ValueError(f"frame {name} is not as its head says")
+
+    def parts(column: str) -> Iterator[pl.Series]:
+        for low in range(0, rows, PART):
+            yield stored.select(column).slice(low, PART).collect()[column]
+
+    columns = [arrays.gathered(schema[column], rows, partial(parts, column)).alias(column) for column in schema]
+    return pl.DataFrame(columns)
+
+
+T = TypeVar("T")
+_HEADER = "header.json"
+_HEADER_BYTES = 1 << 26
+# Parquet is compressed already, so a zip makes nothing of ours smaller; whoever zips it anew gains little.
+_MOST_UNZIPPED = 20
+# A row takes tens of bytes in memory and at least some in the file, even where every column repeats itself.
+_MOST_ROWS_PER_BYTE = 50
+_FEW_ROWS = 1_000_000
+_DAMAGE = (
+    OSError, ValueError, KeyError, TypeError, EOFError, RuntimeError, OverflowError, zlib.error, InvariantError,
+    msgspec.ValidationError,
+    # Parquet that was changed can make the reader of Parquet panic, which is no ordinary exception.
+    pl.exceptions.PolarsError, pl.exceptions.PanicException,
+)  # fmt: skip
+
+
+class ArchiveFormat(Struct, frozen=True):
+    """What an archive of one kind holds.
+
+    Attributes:
+        noun: What it is, as `graph`, whose format is `traceloom-graph`.
+        another_slug: Of the error that a file is of another kind.
+        damaged_slug: Of the error that a file is cut, or not as its header says.
+        version: Version that is written, and the only one that is read.
+        schemas: Columns of each frame.
+        never_null: Columns, by frame, in which every row has a value.
+        hint: How to make it again.
+    """
+
+    noun: str
+    another_slug: str
+    damaged_slug: str
+    version: int
+    schemas: Mapping[str, pl.Schema]
+    never_null: Mapping[str, tuple[str, ...]]
+    hint: str
+
+    @property
+    def format(self) -> str:
+        """The name that the header gives."""
+        return f"traceloom-{self.noun}"
+
+    def pack(self, header: Mapping[str, Any], frames: Mapping[str, pl.DataFrame], handle: BinaryIO) -> None:
+        """Write an archive into an open file."""
+        whole = {
+            "format": self.format,
+            "version": self.version,
+            "traceloom": __version__,
+            **header,
+            "rows": {name: frame.height for name, frame in frames.items()},
+        }
+        with zipfile.ZipFile(handle, "w", zipfile.ZIP_STORED) as archive:
+            _add(archive, _HEADER, lambda member: member.write(json.dumps(whole, indent=1).encode()))
+            for name, frame in frames.items():
+                enums = [column for column, kind in frame.schema.items() if isinstance(kind, pl.Enum)]
+                plain = frame.with_columns(pl.col(column).cast(pl.String) for column in enums)
+                _add(archive, f"{name}.parquet", plain.write_parquet)
+
+    def save(
+        self, path: str | Path, header: Mapping[str, Any], frames: Mapping[str, pl.DataFrame], *, force: bool = False
+    ) -> int:
+        """Write an archive, whole or not at all; returns the size of the file in bytes.
+
+        Raises:
+            OutputError: `file-exists`, `cannot-write`.
+        """
+        return files.write(Path(path), partial(self.pack, header, frames), force=force)
+
+    def load(self, path: str | Path, build: Callable[[dict[str, Any], dict[str, pl.DataFrame]], T]) -> T:
+        """Read what `save` wrote.
+
+        Args:
+            path: The file.
+            build: Makes the whole of the header and the frames; what it raises of damage is said as such.
+
+        Raises:
+            InputError: `unreadable`; `other-version`; the slugs of the format.
+        """
+        where = str(path)
+        another = f"this is a zip archive, but not a saved {self.noun}"
+        try:
+            handle = files.open_input(path)
+        except OSError as error:
+            raise unreadable(path, error) from error
+        try:
+            with handle, zipfile.ZipFile(handle) as archive:
+                members = archive.namelist()
+                if _HEADER not in members:
+                    raise InputError(another, slug=self.another_slug, where=where)
+                header, _ = clean_json(json.loads(_member(archive, _HEADER, _HEADER_BYTES)))
+                if not isinstance(header, dict) or header.get("format") != self.format:
+                    raise InputError(another, slug=self.another_slug, where=where)
+                if header.get("version") != self.version:
+                    raise other_version(self.noun, header.get("version"), self.version, where)
+                expected = {_HEADER, *(f"{name}.parquet" for name in self.schemas)}
+                if strange := sorted(set(members) - expected):
+                    raise ValueError(f"it holds `{strange[0]}`, which no {self.noun} has")
+                if missing := sorted(expected - set(members)):
+                    raise ValueError(f"it lacks `{missing[0]}`")
+                if len(members) > len(expected):
+                    raise ValueError("it holds a part twice")
+                frames = {name: self._frame(archive, name, header["rows"][name]) for name in self.schemas}
+            return build(header, frames)
+        except zipfile.BadZipFile as error:
+            with Path(path).open("rb") as opened:
+                cut = opened.read(4) == b"PK\x03\x04"
+            if cut:
+                raise self._damaged("its end is missing, or it was changed", where) from error
+            text = f"this is not a saved {self.noun}"
+            hint = f"a {self.noun} is a zip archive"
+            raise InputError(text, slug=self.another_slug, where=where, hint=hint) from error
+        except _DAMAGE as error:
+            raise self._damaged(next(iter(str(error).splitlines()), type(error).__name__), where) from error
+
+    def holds(self, path: Path) -> bool:
+        """Whether a file is such an archive, by its content."""
+        try:
+            with files.open_input(path) as handle, zipfile.ZipFile(handle) as archive:
+                header = json.loads(_member(archive, _HEADER, _HEADER_BYTES))
+        except (OSError, ValueError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error):
+            return False
+        return isinstance(header, dict) and header.get("format") == self.format
+
+    def _frame(self, archive: zipfile.ZipFile, name: str, rows: int) -> pl.DataFrame:
+        data = _member(archive, f"{name}.parquet", 1 << 40)
+        height = pl.scan_parquet(io.BytesIO(data)).select(pl.len()).collect().item()
+        if height != rows:
+            raise ValueError(f"`{name}` has {height:,} rows, its header says {rows!r}")
+        if height > max(_FEW_ROWS, len(data) * _MOST_ROWS_PER_BYTE):
+            raise ValueError(f"`{name}` claims {height:,} rows in {len(data):,} bytes")
+        frame = pl.read_parquet(io.BytesIO(data))
+        schema = self.schemas[name]
+        if frame.columns != list(schema):
+            raise ValueError(f"`{name}` has the columns {', '.join(frame.columns)}, expected {', '.join(schema)}")
+        for column, kind in schema.items():
+            actual = frame.schema[column]
+            if actual != (pl.String if isinstance(kind, pl.Enum) else kind):
+                raise ValueError(f"column `{column}` of `{name}` is {actual}, expected {kind}")
+        if empty := next((column for column in self.never_null.get(name, ()) if frame[column].null_count()), None):
+            raise ValueError(f"column `{empty}` of `{name}` has rows without a value")
+        return frame.cast(schema)
+
+    def _damaged(self, why: str, where: str) -> InputError:
+        text = f"the saved {self.noun} is damaged: {why}"
+        return InputError(text, slug=self.damaged_slug, where=where, hint=self.hint)
+
+
+def _add(archive: zipfile.ZipFile, name: str, produce: Callable[[io.BytesIO], Any]) -> None:
+    member = io.BytesIO()
+    produce(member)
+    # A fixed date: the same frames give the same file.
+    archive.writestr(zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0)), member.getbuffer())
+
+
+def _member(archive: zipfile.ZipFile, name: str, most: int) -> bytes:
+    """A part of the archive, never more bytes than it says and than is credible."""
+    info = archive.getinfo(name)
+    if info.file_size > min(most, info.compress_size * _MOST_UNZIPPED + _HEADER_BYTES // 64):
+        raise ValueError(f"`{name}` claims {info.file_size:,} bytes, made of {info.compress_size:,}")
+    return archive.read(info)
+
+
+class _HasFrames(Protocol):
+    def frames(self) -> dict[str, pl.DataFrame]: ...
+
+
+F = TypeVar("F", bound=_HasFrames)
+SESSION_BYTES = 100 * 10**6  # of JSON, of all traces of a session, from which on the next ones lie in files
+_BLOCK = 64 << 20
+_ALIGNED = 64
+_LEAST_ROWS = 1024  # of a frame; smaller ones stay in memory
+
+
+def is_large_session(traces: Iterable[Trace]) -> bool:
+    """Whether traces together are so large that what is made of each is kept in files."""
+    return sum(trace.meta.file_bytes for trace in traces) > SESSION_BYTES
+
+
+class MappedFiles:
+    """Places for columns in mapped files; a file vanishes with the last column in it. Threads may share them."""
+
+    def __init__(self) -> None:
+        self._block: mmap.mmap | None = None
+        self._used = 0
+        self._text = 0
+        self._lock = threading.Lock()
+
+    def kept(self, trace: Trace) -> Trace:
+        """The trace of one more rank: as it is while the session is small, else with its columns in files.
+
+        Raises:
+            InputError: `no-space`: the disk is full.
+        """
+        with self._lock:
+            self._text += trace.meta.file_bytes
+            if self._text <= SESSION_BYTES or is_large(trace):
+                return trace
+            return self.park(trace)
+
+    def park(self, trace: Trace) -> Trace:
+        """The same trace with its columns in files.
+
+        Raises:
+            InputError: `no-space`: the disk is full.
+        """
+        frames: dict[str, Any] = {name: self.frame(frame) for name, frame in trace.frames().items()}
+        self._given_back()
+        return replace(trace, **frames)
+
+    def graph(self, graph: F) -> F:
+        """The same graph (or what else has frames) with its columns in files.
+
+        Raises:
+            InputError: `no-space`: the disk is full.
+        """
+        frames: dict[str, Any] = {name: self.frame(frame) for name, frame in graph.frames().items()}
+        self._given_back()
+        return replace(graph, **frames)  # type: ignore[type-var]
+
+    def frame(self, frame: pl.DataFrame) -> pl.DataFrame:
+        """The same frame with its columns of numbers and texts in files; a small one as it is.
+
+        Raises:
+            InputError: `no-space`: the disk is full.
+        """
+        if frame.height < _LEAST_ROWS:
+            return frame
+        return pl.DataFrame([self._column(frame[column]) for column in frame.columns])
+
+    def _given_back(self) -> None:
+        """Unmap the pages that were written: they stay in the system's file cache until they are read."""
+        if self._block is not None and hasattr(mmap, "MADV_DONTNEED"):
+            self._block.madvise(mmap.MADV_DONTNEED)
+
+    def _column(self, series: pl.Series) -> pl.Series:
+        if series.dtype == pl.String:
+            distinct = series.drop_nulls().unique(maintain_order=True)
+            codes = series.cast(pl.Enum(distinct)).to_physical().cast(pl.Int32).fill_null(-1).to_numpy()
+            table = arrays.TextTable(distinct.to_list())
+            return table.column(codes, self._kept).alias(series.name) if table.fits else series
+        kind = arrays.arrow_name(series.dtype)
+        if kind is None:
+            return series
+        present = series.is_not_null()
+        data = self._kept(series.fill_null(0).to_numpy().astype(kind, copy=False))
+        if present.all():
+            return pl.Series(series.name, data)
+        bits = self._kept(np.packbits(present.to_numpy(), bitorder="little"))
+        return arrays.series(kind, len(data), [bits, data]).alias(series.name)
+
+    def _kept(self, values: Array) -> Array:
+        """A copy of the values in a file."""
+        size = values.nbytes
+        if not size:
+            return values
+        if self._block is None or self._used + size > len(self._block):
+            self._block = mapped_arrays.new_block(max(_BLOCK, size))
+            self._used = 0
+        copy = np.frombuffer(self._block, dtype=values.dtype, count=len(values), offset=self._used)
+        copy[:] = values
+        self._used += -(-size // _ALIGNED) * _ALIGNED
+        return copy

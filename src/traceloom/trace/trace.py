@@ -1,0 +1,344 @@
+"""Trace and Meta: frames of one process, their schemas, self-check; HostTrace; frames finished on first use.
+
+Times are int64 nanoseconds of the trace's clock (Unix time where the file gives it), byte counts int64. `event`,
+`parent`, `op`, `launch`, `source`, `target` are row numbers of `events`.
+
+Names are loaded when they are first used: not everything that tells a notice needs the frames of a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import polars as pl
+
+from traceloom.errors import broken
+from traceloom.trace.frames import schema
+from traceloom.trace.notice import Notice
+from traceloom.trace.vocabulary import CATEGORIES, GPU_WORK
+
+
+class DeferredFrame:
+    """A frame to be made later, from little that is kept until then.
+
+    Args:
+        make: Makes the frame; called once.
+        kept: Its arguments.
+    """
+
+    __slots__ = ("_frame", "_kept", "_make")
+
+    def __init__(self, make: Callable[..., pl.DataFrame], *kept: Any) -> None:
+        self._make = make
+        self._kept = kept
+        self._frame: pl.DataFrame | None = None
+
+    def frame(self) -> pl.DataFrame:
+        """The frame, made now if it was not before."""
+        if self._frame is None:
+            self._frame = self._make(*self._kept)
+            self._kept = ()
+        return self._frame
+
+
+CategoryType = pl.Enum(list(CATEGORIES))
+Event = pl.UInt32
+REQUEST = "request"  # `evidence` of steps that are requests to a server
+
+SCHEMAS: dict[str, pl.Schema] = {
+    # Rows are sorted by start, the longer first, then in the order of the file; `event` is the row number. The duration
+    # is as recorded, never changed, and may be negative in damaged files; `nested_end_ns` is the end, shortened where
+    # spans of a lane cross, so that they nest, and never before the start. `lane` is a row of `lanes`; process, thread
+    # of host events, device and stream of those on the device; a process is null where the file gives no number.
+    # `correlation` joins a launch and its GPU work; `external_id` is as recorded, null on GPU work where it only
+    # repeats the correlation; `record_function_id` joins the host trace, and 0 in the file is null here; `sequence` is
+    # autograd's, which with `forward_thread` joins forward and backward. `parent` is the enclosing event on the same
+    # lane, `depth` 0 the outermost there; `op` the innermost op around a launch, of GPU work around its launch;
+    # `launch` the runtime or driver call that submitted GPU work. `step` is that of the host time at the start, of GPU
+    # work that of its launch.
+    "events": schema(
+        "event name category start_ns duration_ns nested_end_ns lane process thread device stream correlation",
+        "external_id record_function_id sequence forward_thread parent depth op launch step",
+        {"category": CategoryType, "process": pl.Int64, "thread": pl.Int64, "forward_thread": pl.Int64, "op": Event},
+    ),
+    # Process and thread as in the file; the name is what to show: "main thread", "autograd 12", "stream 7". `busy_ns`
+    # is the union of the lane's events.
+    "lanes": schema(
+        "lane kind process thread device stream name events busy_ns",
+        {"kind": pl.Enum(["host", "device", "device_annotation", "device_sync", "other"]), "events": pl.UInt32},
+    ),
+    # A name is null where the file leaves it empty; used devices have GPU work in this trace.
+    "devices": schema("device name memory_bytes multiprocessors compute_capability used"),
+    # The ranks are null where the file cut the list.
+    "groups": schema("group description backend size ranks", {"ranks": pl.List(pl.Int32)}),
+    # `step` is the number in the name, unique here and ascending; it ends with the start of the next one, the last with
+    # its own span. It is not complete where the recording cuts it off.
+    "steps": schema(
+        "step name start_ns end_ns evidence complete",
+        {"evidence": pl.Enum(["profiler-step", "mark", "annotation", "request"])},
+    ),
+    # `event` is the op, annotation or kernel it is about; kind: all_reduce, all_gather, reduce_scatter, all_to_all,
+    # broadcast, send, ...; ranks as recorded (may be cut); bytes are null where the element type is unknown; `peer` is
+    # the root, source or destination.
+    "collectives": schema(
+        "event kind group group_size ranks element_type in_elements out_elements in_bytes out_bytes sequence peer",
+        "in_splits out_splits asynchronous",
+        {"ranks": pl.String},
+    ),
+    # kind: HtoD, DtoH, DtoD, PtoP, HtoH, fill, unknown; memory: pageable, pinned, device, ...
+    "copies": schema("event kind bytes source_memory target_memory"),
+    # One row per kernel of which the profiler says how it fills the device; its occupancy is estimated.
+    "kernels": schema("event blocks_per_sm warps_per_sm occupancy_percent"),
+    # kind as recorded: Context Sync, Stream Sync, Event Sync, Stream Wait Event; the correlation is that of the awaited
+    # event record.
+    "syncs": schema("event kind stream awaited_stream record_correlation event_id"),
+    # `flow` is the id in the file; source and target are null where the start or the end of the arrow hits no event.
+    "flows": schema(
+        "kind flow source target",
+        {"kind": pl.Enum(["launch", "forward-backward", "other"]), "source": Event, "target": Event},
+    ),
+    # `module_id`: of nn.Module calls.
+    "python": schema("event python_id python_parent module_id", {"python_parent": pl.Int64}),
+    # One row per op that has shapes; the lists as JSON text, one entry per input.
+    "tensors": schema("event shapes types strides concrete"),
+    # Negative bytes are a free; device_type: cpu, cuda, hip, xpu, mtia, ...; `allocated_bytes` is the allocator's own
+    # running total, `op` the innermost op on that thread at that time.
+    "allocations": schema(
+        "time_ns address bytes device_type device allocated_bytes reserved_bytes process thread op step",
+        {"address": pl.UInt64, "process": pl.Int64, "thread": pl.Int64, "op": Event},
+    ),
+    "counters": schema("time_ns process name key value"),
+    "marks": schema("time_ns name process thread bytes"),
+    # The range of bytes of the event in the (decompressed) file.
+    "sources": schema("event offset length", {"length": pl.Int32}),
+}
+
+
+@cache
+def empty(name: str) -> pl.DataFrame:
+    """The frame `name` without rows."""
+    return pl.DataFrame(schema=SCHEMAS[name])
+
+
+_SLICE = 1 << 20  # rows added up at once, since a sum as long as a very large trace would lie in memory
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What the file says about the process and the recording. Unknown is None, with the reason in the notices."""
+
+    path: str
+    kind: str = "kineto"
+    rank: int | None = None
+    rank_evidence: str | None = None  # capture, distributedInfo, arguments, file name
+    world_size: int | None = None
+    host: str | None = None
+    process: int | None = None  # the process id with most host events
+    backend: str | None = None
+    base_ns: int = 0  # what was added to every time of the file
+    clock: str = "unix"  # unix or unknown (time since boot of a host)
+    unit_ns: int = 1  # resolution of the file's times: 1, or 1000 for whole microseconds
+    event_count: int = 0  # entries of traceEvents, all phases
+    file_bytes: int = 0  # decompressed
+    schema_version: str | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, bool] = field(default_factory=dict)  # record_shapes, with_stack, profile_memory, ...
+    job: dict[str, str] = field(default_factory=dict)  # job ids, trace id, trace name
+    capture: dict[str, Any] | None = None  # this rank's part of capture.json
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One process's part of a run: fixed columns (see `traceloom.trace.trace`), small tables, notices.
+
+    A frame may be given as `Deferred`: it is made when it is first asked for, and kept then.
+    """
+
+    meta: Meta
+    events: pl.DataFrame
+    lanes: pl.DataFrame
+    devices: pl.DataFrame
+    groups: pl.DataFrame
+    steps: pl.DataFrame
+    collectives: pl.DataFrame
+    copies: pl.DataFrame
+    kernels: pl.DataFrame
+    syncs: pl.DataFrame
+    flows: pl.DataFrame
+    python: pl.DataFrame
+    tensors: pl.DataFrame
+    allocations: pl.DataFrame
+    counters: pl.DataFrame
+    marks: pl.DataFrame
+    sources: pl.DataFrame
+    notices: tuple[Notice, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Set the frames apart that are made later."""
+        own = self.__dict__
+        own["_waiting"] = {name: own.pop(name) for name in list(own) if isinstance(own[name], DeferredFrame)}
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """A frame that was not asked for before; nothing else is missing."""
+            waiting = self.__dict__.get("_waiting", {})
+            deferred = waiting.get(name)
+            if deferred is None:
+                raise AttributeError(f"a trace has no `{name}`")
+            frame = self.__dict__[name] = deferred.frame()
+            waiting.pop(name, None)
+            return frame
+
+    def with_deferred(self, name: str, frame: DeferredFrame) -> Trace:
+        """The same trace with another frame, which is made when it is first asked for."""
+        other = object.__new__(Trace)
+        other.__dict__.update(self.__dict__)
+        other.__dict__.pop(name, None)
+        other.__dict__["_waiting"] = {**self.__dict__["_waiting"], name: frame}
+        return other
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All frames made, since what makes them cannot leave the process."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @property
+    def rank(self) -> int | None:
+        """The rank, where known."""
+        return self.meta.rank
+
+    @property
+    def start_ns(self) -> int:
+        """Start of the earliest event; 0 for a trace without events."""
+        return int(self.events["start_ns"][0]) if self.events.height else 0
+
+    @cached_property
+    def end_ns(self) -> int:
+        """End of the latest event; 0 for a trace without events."""
+        if not self.events.height:
+            return 0
+        spans = self.events.select("start_ns", "duration_ns")
+        ends = (
+            (part["start_ns"] + part["duration_ns"].clip(lower_bound=0)).max() for part in spans.iter_slices(_SLICE)
+        )
+        return max(int(end) for end in ends)  # type: ignore[arg-type]
+
+    def frames(self) -> dict[str, pl.DataFrame]:
+        """All frames by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name in SCHEMAS}
+
+    def gpu_work(self) -> pl.DataFrame:
+        """The rows of kernels, copies and fills."""
+        return self.events.filter(pl.col("category").is_in(GPU_WORK))
+
+    def __repr__(self) -> str:
+        rank = "?" if self.rank is None else self.rank
+        return f"<Trace rank {rank}: {self.events.height:,} events, {self.steps.height} steps, {self.meta.path}>"
+
+    def check(self) -> None:
+        """Raise InvariantError where the trace breaks its own laws.
+
+        Columns are as declared; ids are row numbers; rows are sorted by start; parents stand on the same lane and
+        enclose their children up to `nested_end_ns`; self times are >= 0 and add up to the lane's busy time; `op` and
+        `launch` point to events of the right kind.
+        """
+        for name, frame in self.frames().items():
+            if frame.schema != SCHEMAS[name]:
+                raise broken("columns", f"frame {name} has {frame.schema}, expected {SCHEMAS[name]}")
+        events = self.events
+        if not (events["event"].to_numpy() == np.arange(events.height)).all():
+            raise broken("ids", "event ids are not the row numbers")
+        if not events["start_ns"].is_sorted():
+            raise broken("order", "events are not sorted by start")
+        start = events["start_ns"].to_numpy()
+        end = events["nested_end_ns"].to_numpy()
+        if (end < start).any():
+            raise broken("nesting", f"{int((end < start).sum())} events end before they start")
+        has_parent = events["parent"].is_not_null().to_numpy()
+        child = np.flatnonzero(has_parent)
+        parent = events["parent"].drop_nulls().to_numpy()
+        lane = events["lane"].to_numpy()
+        depth = events["depth"].to_numpy().astype(np.int64)
+        outside = (start[child] < start[parent]) | (end[child] > end[parent]) | (lane[child] != lane[parent])
+        if outside.any():
+            raise broken("nesting", f"{int(outside.sum())} events lie outside their parents")
+        if (depth[child] != depth[parent] + 1).any() or depth[~has_parent].any():
+            raise broken("nesting", "depths do not follow the parents")
+        self_ns = end - start
+        np.subtract.at(self_ns, parent, end[child] - start[child])
+        if (self_ns < 0).any():
+            raise broken("self-time", f"{int((self_ns < 0).sum())} events have negative self time")
+        kinds = self.lanes.select("lane", "kind", "busy_ns")
+        by_lane = (
+            pl.DataFrame({"lane": events["lane"], "self_ns": self_ns})
+            .group_by("lane")
+            .agg(pl.col("self_ns").sum())
+            .join(kinds, on="lane")
+            .filter(pl.col("kind").is_in(["host", "other"]))
+        )
+        wrong = by_lane.filter(pl.col("self_ns") != pl.col("busy_ns"))
+        if wrong.height:
+            raise broken("self-time", f"self times of {wrong.height} lanes do not add up to their busy time")
+        for column, allowed in (("op", ["op"]), ("launch", ["runtime", "driver"])):
+            target = events[column].drop_nulls()
+            if target.len() and not events["category"].gather(target).is_in(allowed).all():
+                raise broken("references", f"`{column}` points to events that are no {' or '.join(allowed)}")
+        for name, frame in self.frames().items():
+            if name != "events" and "event" in frame.columns and frame.height:
+                highest = frame["event"].max()
+                if isinstance(highest, int) and highest >= events.height:
+                    raise broken("references", f"frame {name} points past the last event")
+
+
+# One row per node, ascending by id, which is the order in which the ops began. `id` is that in the host trace; record
+# function 0 and autograd sequence -1 in the file are null here. Threads have PyTorch's own numbers: 1, 2, 3. Inputs and
+# outputs are lists as JSON text, `attributes` every other attribute of the node, as a JSON object.
+HOST_OPS = schema(
+    "id name parent forward_parent record_function_id sequence scope thread forward_thread schema inputs",
+    "input_shapes input_types outputs output_shapes output_types attributes",
+    dict.fromkeys(("parent", "forward_parent", "thread", "forward_thread"), pl.Int64),
+)
+# Nodes that stand for a process or a thread; the first word in brackets is always PyTorch's.
+_ROOT = r"^\[pytorch\|profiler\|execution_(?:trace|graph)\|(?:process|thread)\]$"
+GROUP_LIST = "## process_group:init ##"
+
+
+@dataclass(frozen=True)
+class HostTrace:
+    """What PyTorch's execution trace observer wrote of one process.
+
+    Attributes:
+        path: The file.
+        ops: One row per node, ascending by id; columns as `HOST_OPS`. Process and thread nodes are among them.
+        schema: Version of the format as the file says it; None where it does not.
+        process: Process id.
+        rank: The rank, from the capture or the file name.
+        recorded_at: Local time of day at which the observer began, as written.
+        start_ms: When it began, ms of a clock that only counts up; no Unix time.
+        finish_ms: When it ended; None where the file is cut.
+        groups: Process groups known when it began; columns as the trace's `groups`.
+        notices: What was repaired or lost.
+    """
+
+    path: str
+    ops: pl.DataFrame
+    schema: str | None = None
+    process: int | None = None
+    rank: int | None = None
+    recorded_at: str | None = None
+    start_ms: int | None = None
+    finish_ms: int | None = None
+    groups: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=SCHEMAS["groups"]))
+    notices: tuple[Notice, ...] = ()
+
+    def roots(self) -> pl.Series:
+        """Which nodes stand for a process or a thread, not for an op; Boolean, one per row of `ops`."""
+        return self.ops["name"].str.contains(_ROOT).fill_null(value=False).alias("root")
+
+    def __repr__(self) -> str:
+        rank = "?" if self.rank is None else self.rank
+        return f"<HostTrace rank {rank}: {self.ops.height:,} nodes, schema {self.schema}, {self.path}>"

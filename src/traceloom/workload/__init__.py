@@ -1,0 +1,1 @@
+"""Workloads: Chakra, simulation, replay, anonymizing."""

@@ -1,0 +1,1 @@
+"""Traces without the names of their owners."""

@@ -1,0 +1,315 @@
+"""A Chakra trace (.et), rewritten message by message: a new message with what is known, never the old one changed."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from traceloom.formats.chakra.et_pb2 import AttributeProto, GlobalMetadata, Node, NodeType
+from traceloom.formats.chakra.files import EtReader, EtWriter
+from traceloom.trace.trace import GROUP_LIST
+from traceloom.workload.anonymize.collapse import FUSED, Chains, find_chains
+from traceloom.workload.anonymize.inputs import opened
+from traceloom.workload.anonymize.kineto import Rules
+from traceloom.workload.anonymize.leak_report import HiddenShapes
+from traceloom.workload.anonymize.metadata import rank_list
+from traceloom.workload.anonymize.names import FAMILIES
+from traceloom.workload.anonymize.policy import COLLAPSE, KEEP, Account, host_names, is_schema, is_type
+from traceloom.workload.anonymize.tensors import OF_COMMUNICATION, OF_GROUPS, PLAIN, Tensors
+from traceloom.workload.chakra.graph_layout import is_ours
+
+_SUFFIX = re.compile(
+    r"(.*)\((\d{1,4})\)", re.DOTALL
+)  # the parts of one operator, as the upstream converter counts them
+_SCHEMA = re.compile(r"\d{1,2}\.\d{1,2}\.\d{1,2}(-chakra\.\d{1,2}\.\d{1,2}\.\d{1,2})?")
+_VERSION = re.compile(r"\d{1,3}(\.\d{1,3}){0,3}")
+_TYPED = re.compile(r"(COMP|COMM_SEND|COMM_RECV|COMM_COLL|MEM_LOAD|MEM_STORE|METADATA|INVALID)_NODE")
+_COMMUNICATION = (NodeType.COMM_SEND_NODE, NodeType.COMM_RECV_NODE, NodeType.COMM_COLL_NODE)
+_MEMORY = (NodeType.MEM_LOAD_NODE, NodeType.MEM_STORE_NODE)
+_SCALARS = frozenset(
+    f"{kind}_val"
+    for kind in ("double", "float", "int32", "int64", "uint32", "uint64", "sint32", "sint64", "fixed32", "fixed64",
+                 "sfixed32", "sfixed64", "bool")
+)  # fmt: skip
+_PLAIN = frozenset((
+    "is_cpu_op", "comm_type", "comm_priority", "comm_src", "comm_dst", "comm_tag", "rf_id", "fw_parent", "seq_id",
+    "scope", "tid", "fw_tid", "device", "correlation", "step", "lane", "op", "host_op", "event", "duration_ns",
+    "work_ns", "residual_ns", "comm_instance", "pg_size", "comm_seq", "peer", "tag", "host_id", "host_parent", "rank",
+    "comm_root", "local_rank", "global_rank_start", "global_rank_stride",
+))  # fmt: skip
+_SIZES = frozenset(("comm_size", "tensor_size", "num_ops", "bytes", "in_bytes", "out_bytes"))
+_OF_OPERATORS = frozenset((
+    "op_schema", "rf_id", "seq_id", "scope", "fw_parent", "fw_tid", "op_type", "inputs", "outputs", "op", "host_op",
+    "host_id", "host_parent", "event", "correlation",
+))  # fmt: skip
+_FAMILIES = frozenset(FAMILIES)
+_MOST_TEXTS = 50_000
+
+
+class ChakraRewriter:
+    """Rewrites one `.et` file.
+
+    Args:
+        path: The file.
+        rules: What becomes of values.
+        account: Told what is left out.
+        hidden: Told the shapes.
+        origin_us: Subtracted from start times.
+    """
+
+    def __init__(self, path: Path, rules: Rules, account: Account, hidden: HiddenShapes, origin_us: int) -> None:
+        self._path = path
+        self._rules = rules
+        self._account = account
+        self._hidden = hidden
+        self._origin_us = origin_us
+        self._tensors = Tensors(rules.names, rules.shapes, rules.policy, account)
+        self._chains: Chains | None = None
+        self._texts: dict[tuple[str, str], str] = {}
+        self._rules_of_texts: dict[str, Callable[[str], str]] = {
+            "pg_name": rules.names.group,
+            "pg_desc": rules.names.description,
+            "op_schema": lambda text: text if is_schema(text) else "",
+            "collective_name": rules.names.operation,
+            "comm_kind": rules.names.operation,
+            "dtype": lambda text: text if is_type(text) else "",
+            "op_type": rules.names.host,
+            "kernel_backend": lambda text: text if text in ("triton", "cpp", "cutlass", "") else "",
+        }
+
+    def write(self, target: Path) -> None:
+        """Rewrite the file.
+
+        Raises:
+            InputError: It is no Chakra trace, or damaged beyond its end.
+            OSError: The new file cannot be written.
+        """
+        collapse = self._rules.policy.structure == COLLAPSE
+        self._chains = find_chains(self._path) if collapse else None
+        with EtReader(self._path) as reader, opened(target) as out:
+            old, writer = reader.metadata, EtWriter(out)
+            new = GlobalMetadata(version=old.version if _VERSION.fullmatch(old.version) else "")
+            values = {attribute.name: _value(attribute) for attribute in old.attr}
+            schema, process = values.pop("schema", None), values.pop("pid", None)
+            if isinstance(schema, str) and _SCHEMA.fullmatch(schema):
+                new.attr.add(name="schema", string_val=schema)
+            if isinstance(process, int):
+                new.attr.add(name="pid", uint64_val=self._rules.names.process(process))
+            start, finish = values.pop("start_ts", None), values.pop("finish_ts", None)
+            if isinstance(start, int) and isinstance(finish, int) and finish >= start:
+                kept = self._rules.policy.times == KEEP
+                new.attr.add(name="start_ts", uint64_val=start if kept else 0)
+                new.attr.add(name="finish_ts", uint64_val=finish if kept else finish - start)
+            for name, value in values.items():
+                self._account.drop(f"metadata.{name}", _bytes(value), unknown=name not in {"time", "input_file"})
+            self._saw(schema, new.version)
+            writer.message(new)
+            for node in reader:
+                self._account.entries_in += 1
+                if self._chains is not None and node.id in self._chains.head:
+                    self._account.dropped_entries["collapsed"] += 1
+                    continue
+                writer.message(self._node(node))
+                self._account.entries_out += 1
+        for notice in reader.notices:
+            self._account.dropped_entries[notice.slug] += notice.count
+
+    def _node(self, old: Node) -> Node:
+        values = {attribute.name: attribute for attribute in old.attr}
+        cpu, chains = values.get("is_cpu_op"), self._chains
+        name = self._name(old.name, old.type, on_host=bool(cpu is not None and _value(cpu)))
+        start = max(0, old.start_time_micros - self._origin_us) if old.start_time_micros else 0
+        new = Node(id=old.id, name=name, type=old.type, start_time_micros=start, duration_micros=old.duration_micros)
+        if chains is not None:
+            # The first node of a chain, or one that stands alone, without what leads back to single operators.
+            new.ctrl_deps.extend(chains.of(list(old.ctrl_deps), old.id))
+            new.data_deps.extend(chains.of(list(old.data_deps), old.id))
+            if old.id in chains.duration_us:
+                new.duration_micros = _held("uint64_val", chains.duration_us[old.id])
+            if old.type == NodeType.COMP_NODE and name not in _FAMILIES:
+                new.name = FUSED
+        else:
+            new.ctrl_deps.extend(old.ctrl_deps)
+            new.data_deps.extend(old.data_deps)
+            kind = OF_GROUPS if old.name == GROUP_LIST else PLAIN
+            kind = OF_COMMUNICATION if old.name.startswith("record_param_comms") else kind
+            tensors = self._tensors
+            rewrites: dict[str, Callable[[Any], Any]] = {
+                "values": partial(tensors.values, kind=kind), "shapes": tensors.shapes, "types": tensors.types,
+            }  # fmt: skip
+            for side in ("inputs", "outputs"):
+                if not old.HasField(side):
+                    continue
+                old_side, new_side = getattr(old, side), getattr(new, side)
+                new_side.SetInParent()
+                listed = {field: _listed(getattr(old_side, field)) for field in rewrites}
+                self._hidden.add(listed["shapes"][0], listed["types"][0])
+                for field, rewrite in rewrites.items():  # each text keeps its spelling, of Python or of JSON
+                    value, python = listed[field]
+                    text = repr(rewrite(value)) if python else json.dumps(rewrite(value))
+                    quoted = re.findall(r"'([^']*)'|\"([^\"]*)\"", text)
+                    self._account.strings.update(part.encode() for pair in quoted for part in pair)
+                    setattr(new_side, field, text if getattr(old_side, field) else "")
+        for attribute in old.attr:
+            if chains is not None:
+                if old.type == NodeType.COMP_NODE and attribute.name in _OF_OPERATORS:
+                    self._account.drop(attribute.name)
+                    continue
+                member = attribute.WhichOneof("value")
+                if (old.id, attribute.name) in chains.sums and member in _SCALARS:
+                    setattr(attribute, member or "int64_val", _held(member, chains.sums[old.id, attribute.name]))
+            made = self._attribute(attribute)
+            if made is not None:
+                new.attr.append(made)
+            elif chains is None:
+                self._account.drop(attribute.name, _bytes(_value(attribute)), unknown=True)
+        return new
+
+    def _name(self, name: str, kind: int, *, on_host: bool) -> str:
+        key = (f"name {kind} {on_host}", name)
+        if key in self._texts:
+            return self._texts[key]
+        names, kernels = self._rules.names, self._rules.kernels
+        part = _SUFFIX.fullmatch(name)
+        base, suffix = (part[1], f"({part[2]})") if part and part[1] in host_names() else (name, "")
+        typed = _TYPED.match(name)
+        copied = re.match(r"mem(cpy|set)\b", base, re.IGNORECASE)
+        if base in host_names():
+            shown = names.host(base) + suffix
+        elif copied:
+            shown = kernels.copy(base)
+        elif kind in _MEMORY:
+            shown = names.pseudonym("memory", base)
+        elif typed:
+            rest = name[typed.end() :]
+            shown = typed[0] + (f" {names.pseudonym('node', rest)}" if rest else "")
+        elif on_host or kind == NodeType.METADATA_NODE:
+            shown = names.host(base) + suffix
+        else:
+            shown = kernels.kernel(base)
+            if kind in _COMMUNICATION and not shown.startswith(("nccl", "rccl")):
+                shown = names.operation(base)
+        if len(self._texts) > _MOST_TEXTS:
+            self._texts.clear()
+        self._texts[key] = shown
+        self._saw(shown)
+        return shown
+
+    def _attribute(self, old: AttributeProto) -> AttributeProto | None:
+        """A new attribute, or None to leave it out."""
+        member = old.WhichOneof("value")
+        name = old.name
+        if member is None:
+            return None
+        value = getattr(old, member)
+        new = AttributeProto(name=name)
+        if member in _SCALARS and name in _PLAIN | set(self._rules.policy.keep_arguments):
+            setattr(new, member, value)
+        elif member in _SCALARS and name == "start_ns" and isinstance(value, int):
+            setattr(new, member, max(0, value - 1000 * self._origin_us))
+        elif member in _SCALARS and name in _SIZES and isinstance(value, int):
+            setattr(new, member, _held(member, self._rules.shapes.size(value)))
+        elif member in _SCALARS and name == "stream" and isinstance(value, int):
+            setattr(new, member, self._rules.names.pointer(value))
+        elif name == "involved_dim" and member == "bool_list":
+            new.bool_list.values.extend(value.values)
+        elif name in ("pg_ranks", "in_splits", "out_splits") and member == "int64_list":
+            each = (lambda item: item) if name == "pg_ranks" else self._rules.shapes.size
+            new.int64_list.values.extend(_held("int64_val", each(item)) for item in value.values)
+        elif name in ("inputs", "outputs") and member == "string_list":
+            # `[name, size, name, size, ...]`, as symbolic generators write tensors.
+            for at, item in enumerate(value.values):
+                is_size = at % 2 and item.isdecimal() and len(item) <= 20
+                names, shapes = self._rules.names, self._rules.shapes
+                shown = str(shapes.size(int(item))) if is_size else names.pseudonym("tensor", item)
+                new.string_list.values.append(shown)
+                self._saw(shown)
+        elif member == "string_val" and name in self._rules_of_texts:
+            if (name, value) not in self._texts:
+                shown = self._rules_of_texts[name](value)
+                if shown == "" and value:
+                    self._account.drop(name, value.encode("utf-8", "replace"))
+                self._texts[name, value] = shown
+                self._saw(shown)
+            new.string_val = self._texts[name, value]
+        else:
+            return None
+        return new
+
+    def _saw(self, *texts: Any) -> None:
+        self._account.strings.update(json.dumps(text).encode()[1:-1] for text in texts if isinstance(text, str))
+
+
+def _listed(text: str) -> tuple[list[Any], bool]:
+    """A list written as JSON or as Python writes it, and whether it was Python's way."""
+    for python, read in ((False, json.loads), (True, ast.literal_eval)):
+        try:
+            value = read(text)
+        except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
+            continue
+        return (value, python) if isinstance(value, list) else ([], python)
+    return [], False
+
+
+def _value(attribute: AttributeProto) -> Any:
+    member = attribute.WhichOneof("value")
+    return None if member is None else getattr(attribute, member)
+
+
+def _held(member: str | None, number: int) -> int:
+    """The number, or the nearest one that the field holds: rounding and adding lead beyond it."""
+    if member in ("double_val", "float_val"):
+        return number
+    bits = 1 if member == "bool_val" else 32 if "32" in str(member) else 64
+    signed = not str(member).startswith(("uint", "fixed", "bool"))
+    return max(-(1 << bits - 1) if signed else 0, min(number, (1 << bits - signed) - 1))
+
+
+def _bytes(value: Any) -> bytes:
+    return str(value)[:2000].encode("utf-8", "replace")
+
+
+def first_start_us(path: Path) -> int | None:
+    """The earliest start time of a `.et` file; None where it has none.
+
+    0 says elsewhere that a node has no time. In files that a graph was written to, `start_ns` tells which have: their
+    first node may well start at 0, and must not be moved against the others.
+    """
+    earliest: int | None = None
+    with EtReader(path) as reader:
+        is_own = is_ours(reader.metadata)
+        for node in reader:
+            start = node.start_time_micros
+            timed = start > 0 or (is_own and any(attribute.name == "start_ns" for attribute in node.attr))
+            if timed and (earliest is None or start < earliest):
+                earliest = start
+    return earliest
+
+
+def write_groups(path: Path, rules: Rules, account: Account, target: Path) -> None:
+    """Rewrite `comm_groups.json`: name of a group -> its ranks.
+
+    Raises:
+        InputError: It cannot be read.
+        OSError: The new file cannot be written.
+    """
+    from traceloom.workload.anonymize.inputs import read_json
+
+    document = read_json(path)
+    out = {}
+    for name, ranks in document.items():
+        members = rank_list(ranks)
+        if members is None:
+            account.drop("comm_groups", _bytes(ranks), unknown=True)
+        else:
+            out[rules.names.group(name)] = members
+    text = json.dumps(out, indent=1).encode() + b"\n"
+    account.scan(text)
+    account.entries_in += len(document)
+    account.entries_out += len(out)
+    target.write_bytes(text)

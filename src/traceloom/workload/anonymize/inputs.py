@@ -1,0 +1,299 @@
+"""Which files, of which kind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, cast
+
+from isal import igzip
+
+from traceloom.errors import InputError
+from traceloom.formats.chakra.files import GROUP_FILES
+from traceloom.formats.inputs import read_capture
+from traceloom.formats.resync import DamageLog
+from traceloom.formats.text_stream import open_input, text_pieces
+from traceloom.system import files
+from traceloom.system.files import natural_key, read_small
+from traceloom.system.process import clean_up_on_exit
+
+ENDINGS = (".json", ".json.gz", ".et", ".et.gz")
+"""Of a single file; other names are those of directories."""
+OURS = r"(capture-\d+/)?(rank\d+|trace-\d+|workload\.\d+|capture|comm_groups)[\w.-]*\.(json|et)(\.gz)?"
+"""What a directory of ours holds, as a regular expression."""
+_LEVEL = 1
+_PIECE = 1 << 20
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """A file to write, compressed where its name ends in .gz; without the time and the name that gzip would add."""
+    with path.open("wb") as plain:
+        if path.name.endswith(".gz"):
+            with igzip.IGzipFile("", "wb", compresslevel=_LEVEL, fileobj=plain, mtime=0) as packed:
+                yield cast("BinaryIO", packed)
+        else:
+            yield plain
+
+
+class Staging:
+    """Files made beside the place where they will stand.
+
+    Args:
+        target: A directory, or a single file where `single`.
+        single: The target is one file.
+        force: What we wrote there before may be replaced.
+
+    Raises:
+        OutputError: slug `file-exists`: something is there; slug `cannot-write`: the place is forbidden.
+    """
+
+    def __init__(self, target: Path, *, single: bool, force: bool) -> None:
+        self.target = target
+        self._single = single
+        if single:
+            files.refuse_existing(target, force=force)
+        else:
+            files.check_directory(target, OURS, force=force)
+        self.folder = files.temporary_path(target)
+        self._until_done = contextlib.ExitStack()
+
+    def __enter__(self) -> Staging:  # noqa: PYI034  (typing.Self is younger than Python 3.10)
+        self._until_done.enter_context(clean_up_on_exit(partial(shutil.rmtree, self.folder, ignore_errors=True)))
+        with files.report_write_errors(self.target):
+            self.folder.mkdir(parents=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._until_done.close()
+        if isinstance(error, OSError):
+            with files.report_write_errors(self.target):
+                raise error
+
+    def path(self, name: str) -> Path:
+        """Where a file is made."""
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def commit(self, name: str | None = None) -> None:
+        """Put everything in its place."""
+        if self._single and name is not None:
+            files.keep_mode(self.target, self.folder / name)
+            (self.folder / name).replace(self.target)
+            return
+        files.keep_mode(self.target, self.folder)
+        files.replace_directory(self.folder, self.target)
+
+
+def joined(parts: list[Path], target: Path) -> None:
+    """One file of several, which are removed; members of gzip may stand one behind the other."""
+    with target.open("wb") as out:
+        for part in parts:
+            with part.open("rb") as piece:
+                shutil.copyfileobj(piece, out, _PIECE)
+            part.unlink()
+
+
+KINETO, HOST, CHAKRA, CAPTURE, GROUPS = "kineto", "host", "et", "capture", "groups"
+_DEPTH = 4
+_MOST_BYTES = 1 << 28
+_HEAD = 1 << 16
+_HOST_KEYS = re.compile(rb'"(?:nodes|schema)"\s*:')
+_RANK = re.compile(r"(?:^|[^a-z])(?:rank|worker)[-_ ]?(\d{1,7})(?!\d)", re.IGNORECASE)
+_NUMBER = re.compile(r"(\d{1,7})(?=\.(?:et|et\.gz)$)")
+
+
+@dataclass(slots=True)
+class InputFile:
+    """One file to rewrite.
+
+    Attributes:
+        path: The file.
+        kind: KINETO, HOST, CHAKRA, CAPTURE (capture.json or a part of it) or GROUPS (comm_groups.json).
+        name: Path of what becomes of it, below the output.
+        rank: By capture.json or the file's name, where these tell; None where they do not.
+        entry: This rank's part of capture.json.
+        graph: It is the graph step of a capture, whose times mean nothing beside the others.
+    """
+
+    path: Path
+    kind: str
+    name: str = ""
+    rank: int | None = None
+    entry: dict[str, Any] | None = None
+    graph: bool = False
+
+
+@dataclass(slots=True)
+class InputFiles:
+    """All files, and what is left out.
+
+    Attributes:
+        files: In the order in which they are rewritten.
+        captures: Directory of a capture -> (its document, its new folder below the output).
+        left: Reason -> number of files that are not rewritten: nothing that is not understood is copied.
+    """
+
+    files: list[InputFile] = field(default_factory=list)
+    captures: dict[Path, tuple[dict[str, Any], str]] = field(default_factory=dict)
+    left: dict[str, int] = field(default_factory=dict)
+
+    def leave(self, reason: str) -> None:
+        """Count a file that is left out."""
+        self.left[reason] = self.left.get(reason, 0) + 1
+
+
+def find(paths: list[Path]) -> InputFiles:
+    """Every file that the paths stand for.
+
+    Raises:
+        InputError: slug `unreadable`: not there; `no-traces`: nothing in it can be rewritten.
+    """
+    sources = InputFiles()
+    seen: set[Path] = set()
+    for path in paths:
+        if not path.exists():
+            raise InputError("there is no such file or directory", slug="unreadable", where=str(path))
+        folder = path.parent if path.name == "capture.json" else path
+        if folder.is_dir():
+            _directory(folder, sources, seen, _DEPTH)
+        elif path.resolve() not in seen:
+            seen.add(path.resolve())
+            sources.files.append(InputFile(path, kind_of_file(path), rank=_rank(path)))
+    if not sources.files:
+        where = ", ".join(str(path) for path in paths)
+        raise InputError("there is no trace in it", slug="no-traces", where=where)
+    # New names: rank and kind, nothing of the old ones; captures in folders of their own where there are several.
+    several = len(sources.captures) > 1 or (
+        bool(sources.captures) and any(source.path.parent not in sources.captures for source in sources.files)
+    )
+    folders = {}
+    for number, folder in enumerate(sources.captures, start=1):
+        folders[folder] = f"capture-{number}/" if several else ""
+        sources.captures[folder] = (sources.captures[folder][0], folders[folder])
+    taken: set[str] = set()
+    for number, source in enumerate(sources.files, start=1):
+        stem = f"rank{source.rank}" if source.rank is not None else f"trace-{number}"
+        packed = ".gz" if source.path.name.lower().endswith(".gz") else ""
+        ending = {
+            KINETO: f"{'.graph' if source.graph else ''}.kineto.json{packed}",
+            HOST: f".host.json{packed}",
+            GROUPS: "",
+            CHAKRA: f".et{packed}",
+        }[source.kind]
+        if source.kind == CHAKRA:
+            stem = f"workload.{source.rank if source.rank is not None else number - 1}"
+        elif source.kind == GROUPS:
+            stem = "comm_groups.json"
+        below = folders.get(source.path.parent, "")
+        name, again = f"{below}{stem}{ending}", 1
+        while name in taken:
+            again += 1
+            name = f"{below}{stem}-{again}{ending}"
+        taken.add(name)
+        source.name = name
+    return sources
+
+
+def _directory(folder: Path, sources: InputFiles, seen: set[Path], depth: int) -> None:
+    capture = read_capture(folder)
+    if capture is not None:
+        # The files that capture.json names, and only those
+        document = capture[0]
+        sources.captures[folder] = (document, "")
+        listed = document.get("ranks")
+        files_by_name: dict[str, InputFile] = {}
+        for entry in listed if isinstance(listed, list) else []:
+            if not isinstance(entry, dict):
+                continue
+            windows, step = entry.get("windows"), entry.get("graph_step")
+            named: list[tuple[Any, str, bool]] = [
+                (window.get("file"), KINETO, False)
+                for window in (windows if isinstance(windows, list) else [entry.get("window")])
+                if isinstance(window, dict)
+            ]
+            if isinstance(step, dict):
+                named += [(step.get("file"), KINETO, True), (step.get("host_file"), HOST, True)]
+            for name, kind, graph in named:
+                if not isinstance(name, str):
+                    continue
+                path = folder / name
+                if Path(name).name == name and path.is_file() and name not in files_by_name:
+                    rank = entry.get("rank") if isinstance(entry.get("rank"), int) else None
+                    files_by_name[name] = InputFile(path, kind, rank=rank, entry=entry, graph=graph)
+        for path in sorted(folder.iterdir(), key=natural_key):
+            if path.name in files_by_name:
+                seen.add(path.resolve())
+                sources.files.append(files_by_name[path.name])
+            elif not path.name.endswith("capture.json") and not path.name.startswith(".") and not path.is_dir():
+                sources.leave("of a capture, but of no kind that can be rewritten")
+            elif path.name.endswith("_resources") and path.is_dir():
+                sources.leave("sources of compiled kernels and contents of tensors beside a host trace")
+        return
+    for path in sorted(folder.iterdir(), key=natural_key):
+        if path.name.startswith("."):
+            continue
+        if path.is_dir():
+            if depth > 0:
+                _directory(path, sources, seen, depth - 1)
+        elif path.resolve() not in seen:
+            seen.add(path.resolve())
+            if not path.name.lower().endswith((".json", ".json.gz", ".et", ".et.gz")):
+                sources.leave("of no kind that is known")
+                continue
+            try:
+                sources.files.append(InputFile(path, kind_of_file(path), rank=_rank(path)))
+            except InputError:
+                sources.leave("unreadable or empty")
+
+
+def kind_of_file(path: Path) -> str:
+    """KINETO, HOST, CHAKRA or GROUPS by the file's first bytes; what is none of them is KINETO, and refused later.
+
+    Raises:
+        InputError: slug `unreadable`, `empty-file`.
+    """
+    with open_input(path) as stream:
+        pieces = text_pieces(stream, DamageLog())
+        head = next(pieces, b"")[:_HEAD]
+        pieces.close()  # type: ignore[attr-defined]
+    start = head.lstrip()[:1]
+    if not head.strip(b"\0"):
+        raise InputError("the file is empty", slug="empty-file", where=str(path))
+    if path.name in GROUP_FILES:
+        return GROUPS
+    if start in (b"{", b"["):
+        body = head.split(b'"traceEvents"', 1)[0]
+        return HOST if b'"traceEvents"' not in head and _HOST_KEYS.search(body) else KINETO
+    return CHAKRA if path.name.lower().removesuffix(".gz").endswith(".et") else KINETO
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A small JSON object.
+
+    Raises:
+        InputError: slug `unreadable`: it is none.
+    """
+    try:
+        document = json.loads(read_small(path, _MOST_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError("the file is no JSON object", slug="unreadable", where=str(path)) from error
+    if not isinstance(document, dict):
+        raise InputError("the file is no JSON object", slug="unreadable", where=str(path))
+    return document
+
+
+def _rank(path: Path) -> int | None:
+    match = _RANK.search(path.name) or _NUMBER.search(path.name)
+    return int(match.group(1)) if match else None

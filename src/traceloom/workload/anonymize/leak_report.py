@@ -1,0 +1,188 @@
+"""The leak report: every distinct text that is left, and every hidden shape that something else gives away."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from traceloom.formats.links import element_size
+from traceloom.trace.trace import Trace
+from traceloom.trace.vocabulary import FROM_KINETO
+from traceloom.workload.anonymize.kineto import KEYS
+from traceloom.workload.anonymize.metadata import KNOWN_KEYS
+from traceloom.workload.anonymize.names import OPERATIONS, Pseudonyms
+from traceloom.workload.anonymize.policy import (
+    ALPHABET,
+    DROP,
+    FIT,
+    KEEP,
+    LETTERS,
+    Account,
+    Policy,
+    host_names,
+    is_schema,
+    is_type,
+    sections,
+)
+from traceloom.workload.anonymize.sizes import WORDS, Shapes
+
+PSEUDONYM, PUBLIC, FORMAT, OTHER = "pseudonym", "public", "format", "other"
+_OURS = re.compile(rf"(?<![a-z])[{ALPHABET}]{{{LETTERS}}}(?![a-z])")
+_NUMBERS = re.compile(r"-?[\d.]+|\[[\d,\s.\-\[\]]*\]|")
+_LONG_NUMBER = re.compile(r"\d{2,}")
+_PART = re.compile(r"\(\d{1,4}\)$")  # of an operator in several parts, as Chakra files have them
+_WORD = re.compile(r"[A-Za-z]{5,}|\d{5,}")
+_LEAST_DIMENSION = 17  # smaller numbers are tile sizes and element widths as often as dimensions
+_MOST_SHAPES = 100_000
+# Words by which our own pseudonyms tell what a thing does; they come from us, not from the input.
+# Keys and fixed words of the formats.
+_KEYS = (
+    sections()["format"]
+    | frozenset((*KEYS, *KNOWN_KEYS))
+    | frozenset(FROM_KINETO)
+    | frozenset(("Kernel", "Runtime", "Operator", "Trace", "Memcpy", "Memset", "Python"))
+)
+_SPOKEN = sections()["spoken"]
+
+
+@dataclass(slots=True)
+class HiddenShapes:
+    """The distinct shapes of the input, for what gives them away.
+
+    Attributes:
+        shapes: (dimensions, bytes of an element) of every tensor; 0 bytes where the type is unknown.
+        products: Floating-point operations of the matrix products among the inputs of one operator, with their shapes.
+    """
+
+    shapes: set[tuple[tuple[int, ...], int]] = field(default_factory=set)
+    products: dict[int, str] = field(default_factory=dict)
+
+    def add_trace(self, trace: Trace) -> None:
+        """Take the input shapes of a trace's operators."""
+        for shapes, types in trace.tensors.select("shapes", "types").unique().iter_rows():
+            self.add(_listed(shapes), _listed(types))
+
+    def add(self, shapes: list[Any], types: list[Any]) -> None:
+        """Take the shapes and element types of one operator's inputs."""
+        tensor_shapes = []
+        for at, dims in enumerate(shapes):
+            if isinstance(dims, list) and dims and all(isinstance(n, int) for n in dims):
+                kind = types[at] if at < len(types) and isinstance(types[at], str) else ""
+                inner = re.sub(r"^Tensor\((.*)\)$", r"\1", kind)
+                tensor_shapes.append(tuple(dims))
+                if len(self.shapes) < _MOST_SHAPES:
+                    self.shapes.add((tuple(dims), element_size(inner) or 0))
+        for left, right in pairwise(tensor_shapes):
+            if len(left) >= 2 and len(right) >= 2 and left[-1] == right[-2] and len(self.products) < _MOST_SHAPES:
+                flops = 2 * math.prod(left) * right[-1]
+                self.products[flops] = f"{list(left)} x {list(right)}"
+
+    def given_away(self, shapes: Shapes, kept: Iterable[str]) -> Iterator[dict[str, Any]]:
+        """Each hidden shape that the output still tells, and by what.
+
+        Args:
+            shapes: What sizes became, and which stand in the output unrounded.
+            kept: Names that stayed as they are and are not public.
+        """
+        exact = shapes.exact
+        numbers = {int(text) for string in kept for text in _LONG_NUMBER.findall(string) if len(text) < 12}
+        for dims, size in sorted(self.shapes):
+            if shapes.rounds and all(shapes.rounded(n) == n for n in dims):
+                continue  # it stands in the output, as one of many that would look the same
+            count = math.prod(dims)
+            by = []
+            if size and count * size >= _LEAST_DIMENSION and count * size in exact:
+                by.append("bytes")
+            if count >= _LEAST_DIMENSION and count in exact:
+                by.append("elements or grid")
+            named = [n for n in dims if n >= _LEAST_DIMENSION and n in numbers]
+            if named:
+                by.append(f"names ({', '.join(map(str, named))})")
+            if by:
+                yield {"shape": list(dims), "by": by}
+        for flops, shown in sorted(self.products.items()):
+            if flops in exact:
+                yield {"shape": shown, "by": ["floating-point operations"]}
+
+
+def leak_report(
+    account: Account, names: Pseudonyms, shapes: Shapes, hidden: HiddenShapes, policy: Policy
+) -> dict[str, Any]:
+    """Everything that the output tells in words, and the shapes it tells otherwise."""
+    classes: dict[str, list[str]] = {PSEUDONYM: [], PUBLIC: [], FORMAT: [], OTHER: []}
+    unchanged = names.unchanged()
+    for text in sorted(_text(raw) for raw in account.strings):
+        classes[PUBLIC if text in unchanged else _class(text, names)].append(text)
+    # Words of hidden or dropped texts that stand in the output all the same, with one text that holds each.
+    where: dict[str, str] = {}
+    for text in classes[OTHER] + classes[PSEUDONYM]:
+        for word in _WORD.findall(text.lower()):
+            where.setdefault(word, text)
+    echoes: dict[str, str] = {}
+    for text in (*names.hidden(), *(_text(raw.strip(b'"')) for raw in account.texts)):
+        for word in _WORD.findall(text.lower()):
+            if word in where and word not in _SPOKEN:
+                echoes.setdefault(word, text)
+    away = [] if policy.shapes == KEEP else list(hidden.given_away(shapes, names.kept))
+    distinct = {dims for dims, _ in hidden.shapes}
+    rounded = {tuple(map(shapes.rounded, dims)) for dims in distinct}
+    return {
+        "strings": [{"text": text, "class": kind} for kind, texts in classes.items() for text in texts],
+        "counts": {kind: len(texts) for kind, texts in classes.items()},
+        "kept_by_policy": sorted(names.kept),
+        "echoes": [{"word": word, "of": text[:200], "in": where[word][:200]} for word, text in sorted(echoes.items())],
+        "arguments": dict(account.kept_arguments),
+        "shapes": {
+            "policy": policy.shapes,
+            "distinct": len(distinct),
+            "distinct_after": 0 if policy.shapes == DROP else len(rounded),
+            "unchanged_by_rounding": sum(all(shapes.rounded(n) == n for n in dims) for dims in distinct)
+            if shapes.rounds
+            else None,
+            "kept_factors": sorted(shapes.kept_factors or ()) if policy.shapes == FIT else None,
+            "given_away": away,
+        },
+    }
+
+
+def _class(text: str, names: Pseudonyms) -> str:
+    text = _PART.sub("", text)
+    if text in names.kept:
+        return OTHER
+    if text in _KEYS:
+        return FORMAT
+    if (
+        text in WORDS
+        or text in host_names()
+        or text in sections()["calls"]
+        or text in OPERATIONS
+        or text in sections()["modules"]
+    ):
+        return PUBLIC
+    if _OURS.search(text):
+        return PSEUDONYM
+    if _NUMBERS.fullmatch(text) or is_type(text) or is_schema(text):
+        return PUBLIC
+    prefix = "autograd::engine::evaluate_function: "
+    return PUBLIC if text.startswith(prefix) and text[len(prefix) :] in host_names() else OTHER
+
+
+def _listed(text: str | None) -> list[Any]:
+    try:
+        value = json.loads(text) if text else []
+    except ValueError:
+        return []
+    return value if isinstance(value, list) else []
+
+
+def _text(raw: bytes) -> str:
+    """A JSON text without its quotes, or bytes that are none."""
+    try:
+        return str(json.loads(b'"' + raw + b'"'))
+    except ValueError:
+        return raw.decode("utf-8", "replace")

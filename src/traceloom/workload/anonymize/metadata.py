@@ -1,0 +1,380 @@
+"""Metadata entries and capture.json."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from traceloom.formats.kineto_metadata import whole
+from traceloom.graph.graph import STAGES
+from traceloom.workload.anonymize.names import Pseudonyms
+from traceloom.workload.anonymize.policy import DROP, KEEP, Account, Policy, is_type
+from traceloom.workload.anonymize.sizes import Shapes
+
+# A base time that every reader takes for Unix time, and nobody for the truth: 2001-10-01, a multiple of Kineto's unit.
+BASE_NS = 7_889_238 * 127 * 10**9
+
+_FLAGS = ("record_shapes", "with_stack", "profile_memory", "with_flops", "with_modules")
+_VERSIONS = (
+    "cuda_runtime_version", "cuda_driver_version", "cupti_version", "hip_runtime_version", "hip_driver_version",
+    "roctracer_version", "nccl_version", "pytorch_version", "torch_version", "xpu_runtime_version",
+)  # fmt: skip
+_JOBS = ("trace_id", "group_trace_id", "mast_job_name", "tw_job", "job_id", "PT_PROFILER_JOB_ID")
+_PROPERTIES = (
+    "id", "totalGlobalMem", "computeMajor", "computeMinor", "maxThreadsPerBlock", "maxThreadsPerMultiprocessor",
+    "regsPerBlock", "warpSize", "sharedMemPerBlock", "numSms", "regsPerMultiprocessor", "sharedMemPerBlockOptin",
+    "sharedMemPerMultiprocessor", "maxSharedMemoryPerMultiProcessor", "regsPerMultiprocessor",
+)  # fmt: skip
+KNOWN_KEYS = (*_FLAGS, *_VERSIONS, *_JOBS, *_PROPERTIES, "host_name")
+_VERSION = re.compile(r"v?(\d{1,4}(\.\d{1,4}){0,3})(?![\w.])")
+_LONG_VERSION = re.compile(r"\d{1,9}")
+_BACKEND = re.compile(
+    r"((cpu|cuda|hip|xpu|mtia|hpu|npu):)?(nccl|rccl|gloo|mpi|ucc|hccl|xccl|ccl|fake|undefined|threaded)"
+)
+_SIMPLE = ("rank", "world_size", "pg_count")
+
+# Product names that everybody knows; what else stands in a device's name is left out.
+_VENDOR = re.compile(r"\b(NVIDIA|AMD|Intel|Tesla|GeForce|Quadro|Instinct|Radeon)\b")
+_MODEL = re.compile(
+    r"\b((?:GB|GH|[ABHLTVPK])\d{1,3}(?:S|G|X)?|MI\d{2,3}[AX]?|RTX (?:A?\d{4}|PRO \d{4})(?: Ti| SUPER)?"
+    r"|GTX \d{4}(?: Ti)?|Titan (?:V|RTX|Xp)|Max \d{4}|Gaudi ?[23]?|W\d{4}|Graphics)(?=\b|-)"
+)
+_FORM = re.compile(r"\b(SXM\d?|PCIe|HBM\d(?:e)?|\d{2,3} ?GB|NVL|OAM)\b")
+
+
+class Metadata:
+    """Rewrites what stands beside the events."""
+
+    def __init__(self, names: Pseudonyms, policy: Policy, account: Account) -> None:
+        self._names = names
+        self._policy = policy
+        self._account = account
+
+    def rewrite(self, metadata: dict[str, Any], *, unix: bool) -> dict[str, Any]:
+        """The entries of the output.
+
+        Args:
+            metadata: Entries of the file.
+            unix: The file's times are Unix times: the output says so too, with an origin of our own.
+        """
+        out: dict[str, Any] = {"schemaVersion": 1}
+        for key, value in metadata.items():
+            made: Any = None
+            if key in ("schemaVersion", "baseTimeNanoseconds", "displayTimeUnit"):
+                continue
+            if key == "distributedInfo":
+                made = self._distributed(value)
+            elif key == "deviceProperties":
+                items = value if isinstance(value, list) else []
+                made = [self._device(item) for item in items if isinstance(item, dict)]
+            elif key in _FLAGS:
+                made = int(bool(value)) if isinstance(value, (bool, int)) else None
+            elif key in _VERSIONS:
+                made = self.version(value)
+            elif key in _JOBS:
+                made = f"job_{self._names.letters(str(value))}" if isinstance(value, (str, int)) else None
+            elif key == "host_name":
+                made = self.host(value)
+            elif key in self._policy.keep_arguments and isinstance(value, (int, float)):
+                made = value
+            if made is None:
+                expected = key in (
+                    "traceName", "metadata", "INFO", "ERROR", "WARNING", "username", *_JOBS, *_VERSIONS, *_FLAGS
+                )  # fmt: skip
+                self._account.drop(key, text_of(value), unknown=not expected)
+            else:
+                out[key] = made
+        if self._policy.times == KEEP:
+            base = whole(metadata.get("baseTimeNanoseconds"))
+            return out if base is None else out | {"baseTimeNanoseconds": base}
+        return out | {"baseTimeNanoseconds": BASE_NS} if unix else out
+
+    def host(self, value: Any) -> str | None:
+        """A host name."""
+        if not isinstance(value, str) or not value or self._policy.hosts == DROP:
+            return None
+        return self._names.host_name(value)
+
+    def version(self, value: Any) -> Any:
+        """Numbers and dots of a version; what is local to somebody's build goes."""
+        if self._policy.versions == DROP or isinstance(value, bool):
+            return None
+        if isinstance(value, int):
+            return value if 0 <= value < 10**9 else None
+        match = _VERSION.match(str(value)) or _LONG_VERSION.fullmatch(str(value))
+        return match[0].removeprefix("v") if match else None
+
+    def device_name(self, value: Any) -> str | None:
+        """Vendor, model, memory and form, where they are products that everybody knows."""
+        if not isinstance(value, str) or self._policy.devices == DROP:
+            return None
+        model = _MODEL.search(value)
+        if model is None:
+            return ""
+        vendor = _VENDOR.search(value)
+        forms = [match[0] for match in _FORM.finditer(value)]
+        return " ".join(part for part in (vendor[0] if vendor else "", model[1], *forms) if part)
+
+    def backend(self, value: Any) -> str | None:
+        """A back end of communication, or several with the devices they serve."""
+        if not isinstance(value, str):
+            return None
+        parts = [part.strip() for part in value.lower().split(",")]
+        return ",".join(parts) if all(_BACKEND.fullmatch(part) for part in parts) else None
+
+    def _device(self, item: dict[str, Any]) -> dict[str, Any]:
+        properties = {key: item[key] for key in _PROPERTIES if isinstance(item.get(key), (int, float))}
+        name = self.device_name(item.get("name"))
+        for key in item.keys() - properties.keys() - {"name"}:
+            self._account.drop(f"deviceProperties.{key}", text_of(item[key]), unknown=True)
+        return properties if name is None else properties | {"name": name}
+
+    def _distributed(self, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return None
+        out: dict[str, Any] = {key: value[key] for key in _SIMPLE if whole(value.get(key)) is not None}
+        backend, nccl_version = self.backend(value.get("backend")), value.get("nccl_version")
+        if backend is not None:
+            out["backend"] = backend
+        if nccl_version is not None and (version := self.version(nccl_version)) is not None:
+            out["nccl_version"] = version
+        if isinstance(value.get("pg_config"), list):
+            out["pg_config"] = []
+            for item in value["pg_config"]:
+                if not isinstance(item, dict):
+                    continue
+                group: dict[str, Any] = {}
+                if item.get("pg_name") is not None:
+                    group["pg_name"] = self._names.group(str(item["pg_name"]))
+                if isinstance(item.get("pg_desc"), str):
+                    group["pg_desc"] = self._names.description(item["pg_desc"])
+                if (backend := self.backend(item.get("backend_config"))) is not None:
+                    group["backend_config"] = backend
+                if whole(item.get("pg_size")) is not None:
+                    group["pg_size"] = item["pg_size"]
+                if (ranks := rank_list(item.get("ranks"))) is not None:
+                    group["ranks"] = ranks
+                for key in item.keys() - group.keys():
+                    self._account.drop(f"pg_config.{key}", text_of(item[key]), unknown=True)
+                out["pg_config"].append(group)
+        for key in value.keys() - out.keys():
+            self._account.drop(f"distributedInfo.{key}", text_of(value[key]), unknown=True)
+        return out
+
+
+def text_of(value: Any) -> bytes:
+    """A value as JSON, for the account of what is left out."""
+    return json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
+
+
+def rank_list(value: Any) -> Any:
+    """A list of ranks, or its text; None for anything else."""
+    if isinstance(value, str):
+        return value if re.fullmatch(r"\[[\d,\s]*(\.\.\.)?\s*\]?", value) else None
+    if isinstance(value, list) and all(isinstance(rank, int) and not isinstance(rank, bool) for rank in value):
+        return value
+    return None
+
+
+Rule = Callable[[Any], Any]
+_STATES = frozenset(("recorded", "graph", "early", "disturbed", "unrecorded"))
+_KINDS = frozenset(("steps", "early", "time", "block"))
+_SOURCES = frozenset(("optimizer", "profiler", "call", "backward", "none", "mark"))
+_DEVICES = frozenset(("cuda", "xpu", "cpu", "mps"))
+_ENDS = frozenset(("exit", "os._exit", "SIGTERM", "block", "running"))
+_VERSION_KEYS = ("python", "torch", "cuda", "hip", "xpu", "nccl")
+_SETTINGS = (
+    "first_step", "step_count", "after_seconds", "duration_seconds", "stacks", "memory", "module_names", "shapes",
+    "graph_step", "sources",
+)  # fmt: skip
+_OVERHEAD = (
+    "unrecorded_steps", "unrecorded_median_ns", "unrecorded_cpu_median_ns", "recorded_steps", "recorded_median_ns",
+    "recorded_cpu_median_ns", "ratio", "ratio_low", "ratio_high", "graph_step_ns", "graph_step_ratio",
+)  # fmt: skip
+_RATIOS = frozenset(("cpu", "wall"))
+_NOTICES = frozenset(
+    (
+        "no-early-stacks",
+        "disk-full",
+        "capture-moved",
+        "no-memory-snapshot",
+        "no-memory-history",
+        "not-compressed",
+        "sources-left-out",
+    )
+)
+# Who owned which memory: addresses, and names of modules and parameters.
+_LEFT_OUT = ("live_storages_at_start", "live_storages_at_end", "out_of_memory", "allocators_at_end")
+
+
+class Captures:
+    """Rewrites capture.json.
+
+    Args:
+        names: What names become.
+        shapes: What sizes become.
+        policy: The choices.
+        account: Told what is left out.
+        origin_ns: Subtracted from all times.
+        files: Old name of a file -> new name; files that are not rewritten are not named any more.
+    """
+
+    def __init__(  # noqa: PLR0917  (what all rewriting needs)
+        self, names: Pseudonyms, shapes: Shapes, policy: Policy, account: Account, origin_ns: int, files: dict[str, str]
+    ) -> None:
+        self._names = names
+        self._shapes = shapes
+        self._account = account
+        self._files = files
+        self._metadata = Metadata(names, policy, account)
+        self._keeps_times = policy.times == KEEP
+        moved_ns = 0 if self._keeps_times else BASE_NS - origin_ns
+        self._time = _through(lambda time_ns: time_ns + moved_ns)
+
+    def rewrite(self, document: dict[str, Any]) -> bytes:
+        """The new capture.json."""
+        ranks = document.get("ranks")
+        timed = dict.fromkeys(("exit_code", "signal"), _whole) | dict.fromkeys(("started_ns", "ended_ns"), self._time)
+        out: dict[str, Any] = {
+            "format": "traceloom-capture",
+            "version": 1,
+            "traceloom": self._metadata.version(document.get("traceloom")),
+            "stage": stage if (stage := document.get("stage")) in STAGES else None,
+            "run": self._by(document.get("run"), timed, "run"),
+            "ranks": [],
+        }
+        for entry in ranks if isinstance(ranks, list) else []:
+            if isinstance(entry, dict):  # its name is that of its file, or its number
+                window, rank = entry.get("window"), entry.get("rank")
+                name = f"rank{rank}" if isinstance(rank, int) and not isinstance(rank, bool) else None
+                file = self._file(window.get("file")) if isinstance(window, dict) else None
+                if file is not None:
+                    name = file.rpartition("/")[2].partition(".")[0]
+                out["ranks"].append(self._by(entry, self._rank_rules(name), "rank"))
+        for key in document.keys() - out.keys():
+            self._account.drop(f"capture.{key}", text_of(document[key]), unknown=True)
+        text = json.dumps(out, separators=(",", ":")).encode() + b"\n"
+        self._account.scan(text)
+        return text
+
+    def _by(self, value: Any, rules: dict[str, Rule], where: str) -> dict[str, Any]:
+        """An object by its rules; a key without a rule, and a value that its rule does not know, are left out."""
+        out: dict[str, Any] = {}
+        for key, item in value.items() if isinstance(value, dict) else ():
+            rule = rules.get(key)
+            made = rule(item) if rule is not None and item is not None else None
+            if rule is not None and (made is not None or item is None):
+                out[key] = made
+            else:
+                self._account.drop(f"{where}.{key}", text_of(item), unknown=rule is None)
+        return out
+
+    def _file(self, value: Any) -> str | None:
+        return self._files.get(value) if isinstance(value, str) else None
+
+    def _rank_rules(self, name: str | None) -> dict[str, Rule]:
+        names, shapes, metadata = self._names, self._shapes, self._metadata
+
+        def objects(rules: dict[str, Rule], where: str) -> Rule:
+            return lambda value: [self._by(item, rules, where) for item in (value if isinstance(value, list) else [])]
+
+        def columns(rules: dict[str, Rule], where: str) -> Rule:
+            each = {key: _each(rule) for key, rule in rules.items()}
+            return lambda value: self._by(value, each, where)
+
+        def group(value: Any) -> str:
+            return names.group(str(value))
+
+        def live(value: Any) -> dict[str, Any]:
+            return {
+                key: shapes.total(number)
+                for key, number in (value.items() if isinstance(value, dict) else ())
+                if re.fullmatch(r"(cpu|cuda|xpu|hip|mps|meta)(:\d{1,3})?", key) and isinstance(number, int)
+            }
+
+        size, process = _through(shapes.size), _through(names.process)
+        device: dict[str, Rule] = {
+            "device": _whole, "memory_bytes": _whole, "multiprocessors": _whole, "name": metadata.device_name,
+            "kind": _word_of(_DEVICES), "current": lambda item: item if isinstance(item, bool) else None,
+        }  # fmt: skip
+        window_rules: dict[str, Rule] = {
+            "file": self._file, "kind": _word_of(_KINDS), "first_step": _whole,
+            "step_count": _whole, "start_ns": self._time, "end_ns": self._time,
+        }  # fmt: skip
+        graph_step: dict[str, Rule] = {
+            "step": _whole,
+            "duration_ns": _whole,
+            "file": self._file,
+            "host_file": self._file,
+            "sources": lambda _: None,  # code
+        }
+        groups: dict[str, Rule] = {
+            "name": group, "group": group, "description": lambda item: names.description(str(item)),
+            "backend": metadata.backend, "ranks": rank_list, "size": _whole,
+        }  # fmt: skip
+        collectives: dict[str, Rule] = {
+            **dict.fromkeys(("group", "kind", "type", "sequence", "peer"), _whole),
+            "groups": group, "kinds": lambda item: names.operation(str(item)),
+            "types": lambda item: item if is_type(str(item)) else "",
+            "bytes_in": size, "bytes_out": size, "start_ns": self._time, "thread": process,
+        }  # fmt: skip
+        steps = {"start_ns": self._time, "duration_ns": _whole, "cpu_ns": _whole, "state": _word_of(_STATES)}
+        overhead = dict.fromkeys(_OVERHEAD, _number) | {"ratio_of": _word_of(_RATIOS)}
+        notices = objects({"slug": _word_of(_NOTICES)}, "notices")  # the slug alone: messages hold paths
+        # Times that are moved stand on the clock of the capture already.
+        of_clock: Rule = _whole if self._keeps_times else lambda _: None
+        clock = dict.fromkeys(("offset_ns", "error_ns"), of_clock)
+        counts = ("rank", "world_size", "local_rank", "logical_cpus", "usable_cpus", "torch_threads")
+        return {
+            **dict.fromkeys(counts, _whole),
+            "name": lambda _: name,
+            "job": group,
+            "incidental": _number,
+            "host": metadata.host,
+            "clock": lambda value: self._by(value, clock, "clock"),
+            "process": process,
+            "devices": objects(device, "devices"),
+            "versions": lambda value: self._by(value, dict.fromkeys(_VERSION_KEYS, metadata.version), "versions"),
+            "settings": lambda value: self._by(value, dict.fromkeys(_SETTINGS, _number), "settings"),
+            "groups": objects(groups, "groups"),
+            "created_ns": self._time,
+            "written_ns": self._time,
+            # Of an exception that ended the process not even the name, which may be the user's.
+            "ended": lambda value: "exception" if str(value).startswith("exception") else _word_of(_ENDS)(value),
+            "replay_of": lambda value: "a recorded run" if isinstance(value, str) else None,  # that it is one
+            "window": lambda value: self._by(value, window_rules, "window"),
+            "windows": objects(window_rules, "window"),
+            "graph_step": lambda value: self._by(value, graph_step, "graph_step"),
+            "step_source": _word_of(_SOURCES),
+            "steps": columns(steps, "steps"),
+            "collectives": columns(collectives, "collectives"),
+            "live_bytes_at_start": live,
+            "thread_cpu": columns({"thread": process, "time_ns": self._time, "cpu_ns": _whole}, "thread_cpu"),
+            "overhead": lambda value: self._by(value, overhead, "overhead"),
+            "notices": lambda value: [out | {"message": ""} if out else {} for out in notices(value)],
+            **dict.fromkeys(_LEFT_OUT, lambda _: None),
+        }
+
+
+def _word_of(words: frozenset[str]) -> Rule:
+    return lambda value: value if isinstance(value, str) and value in words else None
+
+
+def _each(rule: Rule) -> Rule:
+    """A rule for every item of a list; None where there is no list."""
+    return lambda items: [None if item is None else rule(item) for item in items] if isinstance(items, list) else None
+
+
+def _through(function: Callable[[int], int]) -> Rule:
+    """A rule for whole numbers: what a function makes of them."""
+    return lambda value: None if (number := _whole(value)) is None else function(number)
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63 else None
+
+
+def _number(value: Any) -> Any:
+    return value if isinstance(value, (bool, int, float)) else None

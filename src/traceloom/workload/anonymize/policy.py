@@ -1,0 +1,354 @@
+"""Policy file, key, public vocabulary.
+
+The file is TOML; docs/reference/anonymize.md describes it.
+
+A list, not a pattern: `aten::anything` would let anything through. The list is `public_names.txt` beside this file;
+scripts/public_names.py adds the names of an installed PyTorch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import re
+import secrets
+import sys
+from collections import Counter
+from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from traceloom.errors import InputError, OutputError, UsageError, other_version
+from traceloom.system.files import note_input, read_small
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # pragma: no cover - the tests run on newer ones
+    import tomli as tomllib
+
+KEEP, PSEUDONYM, BUCKET, DROP, CATEGORY, ZERO = "keep", "pseudonym", "bucket", "drop", "category", "zero"
+COLLAPSE = "collapse"
+FIT, CALLS = "fit", "calls"
+FORMAT = "traceloom-anonymize-policy"
+_MOST_BYTES = 1 << 24
+
+# Field -> what it may be; the first is the default.
+CHOICES: dict[str, tuple[str, ...]] = {
+    "public_names": (KEEP, PSEUDONYM),
+    "names": (PSEUDONYM, KEEP),
+    "kernels": (CATEGORY, KEEP),
+    "shapes": (BUCKET, KEEP, DROP, FIT),
+    "scalars": (DROP, KEEP, CALLS),
+    "stacks": (PSEUDONYM, DROP, KEEP),
+    "groups": (PSEUDONYM, KEEP),
+    "hosts": (PSEUDONYM, DROP),
+    "processes": (PSEUDONYM, KEEP),
+    "times": (ZERO, KEEP),
+    "devices": (KEEP, DROP),
+    "versions": (KEEP, DROP),
+    "counters": (DROP, KEEP),
+    "structure": (KEEP, COLLAPSE),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What becomes of each kind of thing; docs/reference/anonymize.md says what each choice does.
+
+    Attributes:
+        keep_names: Regular expressions; a name that one of them matches as a whole stays as it is.
+        keep_arguments: Further arguments of events, and entries beside the events, that stay where they are numbers.
+
+    Raises:
+        UsageError: slug `wrong-usage`: a choice that there is not; it would hide nothing, or something else.
+    """
+
+    public_names: str = KEEP
+    names: str = PSEUDONYM
+    kernels: str = CATEGORY
+    shapes: str = BUCKET
+    scalars: str = DROP
+    stacks: str = PSEUDONYM
+    groups: str = PSEUDONYM
+    hosts: str = PSEUDONYM
+    processes: str = PSEUDONYM
+    times: str = ZERO
+    devices: str = KEEP
+    versions: str = KEEP
+    counters: str = DROP
+    structure: str = KEEP
+    keep_names: tuple[str, ...] = ()
+    keep_arguments: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, choices in CHOICES.items():
+            if (value := getattr(self, name)) not in choices:
+                message = f"expected `{name}` to be one of {', '.join(choices)}, got {value!r}"
+                raise UsageError(message, slug="wrong-usage")
+
+    def with_structure(self, structure: str | None) -> Policy:
+        """The same with `--structure` of the command line, where it is given."""
+        return self if structure is None else replace(self, structure=structure)
+
+    def for_replay(self) -> Policy:
+        """The same with what a replay needs: arguments of operators, and sizes that fit each other.
+
+        Raises:
+            UsageError: slug `wrong-usage`: with collapsed structure nothing can be run.
+        """
+        if self.structure == COLLAPSE:
+            hint = "leave --structure collapse out, or --for replay"
+            raise UsageError("what is collapsed cannot be replayed", slug="wrong-usage", hint=hint)
+        shapes = self.shapes if self.shapes == KEEP else FIT
+        return replace(self, shapes=shapes, scalars=self.scalars if self.scalars == KEEP else CALLS)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As it stands in the reports."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def read_policy(path: Path | None) -> Policy:
+    """The policy in a file; the defaults for None.
+
+    Raises:
+        InputError: slug `bad-policy`: the file is no TOML, or holds what no policy has.
+    """
+    if path is None:
+        return Policy()
+    try:
+        document = tomllib.loads(read_small(path, _MOST_BYTES).decode("utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+        reason = (error.strerror or str(error)).lower() if isinstance(error, OSError) else str(error)
+        raise InputError(f"the policy cannot be read: {reason}", slug="bad-policy", where=str(path)) from error
+    where = str(path)
+    chosen: dict[str, Any] = {}
+    for key, value in document.items():
+        if key == "format":
+            if value != FORMAT:
+                raise InputError(f"expected the format `{FORMAT}`, got {value!r}", slug="bad-policy", where=where)
+        elif key == "version":
+            if value != 1:
+                raise other_version("policy", value, 1, where)
+        elif key in ("keep_names", "keep_arguments"):
+            if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+                raise InputError(f"expected `{key}` to be a list of texts", slug="bad-policy", where=where)
+            try:
+                re.compile("|".join(f"(?:{item})" for item in value) if key == "keep_names" else "")
+            except re.error as error:
+                message = f"a text in `keep_names` is no regular expression: {error}"
+                raise InputError(message, slug="bad-policy", where=where) from error
+            chosen[key] = tuple(value)
+        elif key in CHOICES:
+            if value not in CHOICES[key]:
+                allowed = ", ".join(f'"{choice}"' for choice in CHOICES[key])
+                raise InputError(
+                    f"expected `{key}` to be one of {allowed}, got {value!r}", slug="bad-policy", where=where
+                )
+            chosen[key] = value
+        else:
+            hint = f"a policy has {', '.join([*CHOICES, 'keep_names', 'keep_arguments'])}"
+            raise InputError(f"`{key}` is no part of a policy", slug="bad-policy", where=where, hint=hint)
+    return Policy(**chosen)
+
+
+# Sixteen letters without vowels, c, d, l and w: they spell no word, and none of the marks by which names are told.
+ALPHABET = "bfghjkmnpqrstvxz"
+LETTERS = 10
+KEY_BYTES = 32
+_LEAST_KEY = 16
+_MOST_KEY = 1 << 16
+_LETTERS_OF_BYTE = tuple(ALPHABET[byte >> 4] + ALPHABET[byte & 15] for byte in range(256))
+
+
+class Key:
+    """Makes pseudonyms by HMAC-SHA-256.
+
+    The same text gives the same pseudonym on all ranks, in all files and, with the same key, in all runs.
+
+    Args:
+        secret: The key; whoever has it can test guesses of names.
+    """
+
+    def __init__(self, secret: bytes) -> None:
+        self._base = hmac.new(secret, digestmod=hashlib.sha256)
+
+    def digest(self, label: str, text: str) -> bytes:
+        """32 bytes for a text; `label` keeps kinds of texts apart."""
+        mac = self._base.copy()
+        mac.update(label.encode() + b"\0" + text.encode("utf-8", "surrogatepass"))
+        return mac.digest()
+
+    def letters(self, text: str, label: str = "name") -> str:
+        """Ten letters (40 bits)."""
+        return "".join(_LETTERS_OF_BYTE[byte] for byte in self.digest(label, text)[: LETTERS // 2])
+
+    def number(self, text: str, label: str = "number") -> int:
+        """A number of nine digits, never 0 in front."""
+        return 10**8 + int.from_bytes(self.digest(label, text)[:8], "big") % (9 * 10**8)
+
+
+def random_key() -> Key:
+    """A key that nobody keeps."""
+    return Key(secrets.token_bytes(KEY_BYTES))
+
+
+def read_key(path: Path) -> tuple[Key, bool]:
+    """The key in a file; where there is no file, a new key is put there for its owner alone.
+
+    Returns:
+        The key, and whether it is new.
+
+    Raises:
+        InputError: slug `bad-key`: too short or too long to be a key, or unreadable.
+        OutputError: slug `cannot-write`: a new one cannot be kept.
+    """
+    try:
+        with path.open("rb") as file:
+            secret = file.read(_MOST_KEY + 1)
+    except FileNotFoundError:
+        secret = secrets.token_hex(KEY_BYTES).encode() + b"\n"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(secret)
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise OutputError(f"the key cannot be kept in `{path}`: {reason}", slug="cannot-write") from error
+        note_input(path)
+        return Key(secret), True
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise InputError(f"the key cannot be read: {reason}", slug="bad-key", where=str(path)) from error
+    if not _LEAST_KEY <= len(secret.strip()) <= _MOST_KEY:
+        raise InputError(
+            f"expected a key of {_LEAST_KEY} to {_MOST_KEY} bytes, got {len(secret)}",
+            slug="bad-key",
+            where=str(path),
+            hint="name a file that is not there yet, and a good key is made",
+        )
+    return Key(secret), False
+
+
+_WORD = re.compile(r"[A-Za-z_]\w*|\d+")
+_SCHEMA = re.compile(r"[\w:]+(\.\w+)?\(.*\) -> .*", re.DOTALL)
+_SIGNS = re.compile(r"[\w\s:.,()\[\]{}<>*&!?=|+\-\"']*")
+_NUMBER_LENGTH = 4  # longer numbers must be in the list: defaults such as 9223372036854775807 are
+
+
+@lru_cache(maxsize=1)
+def sections() -> dict[str, frozenset[str]]:
+    """Section of the list -> its names: those of PyTorch, and a few lists of our own."""
+    names_by_section: dict[str, set[str]] = {}
+    into: set[str] = set()
+    for line in (
+        files("traceloom.workload.anonymize").joinpath("public_names.txt").read_text(encoding="utf-8").splitlines()
+    ):
+        if line.startswith("=== "):
+            into = names_by_section.setdefault(line[4:], set())
+        elif line:
+            into.add(line)
+    return {name: frozenset(names) for name, names in names_by_section.items()}
+
+
+@lru_cache(maxsize=1)
+def host_names() -> frozenset[str]:
+    """Names of operators, autograd nodes and regions that PyTorch gives itself."""
+    by_section = sections()
+    return by_section["ops"] | by_section["nodes"] | by_section["regions"]
+
+
+def is_schema(text: str) -> bool:
+    """Whether an operator's schema consists of public words only."""
+    if not _SCHEMA.fullmatch(text) or not _SIGNS.fullmatch(text):
+        return False
+    name = text.split("(", 1)[0]
+    if name.split(".", 1)[0] not in sections()["ops"]:
+        return False
+    public_words = sections()["words"] | sections()["types"]
+    words = (word for part in (text.split("(", 1)[1], name.partition(".")[2]) for word in _WORD.findall(part))
+    return all(word in public_words or (word.isdigit() and len(word) <= _NUMBER_LENGTH) for word in words)
+
+
+def is_type(text: str) -> bool:
+    """Whether a type's name, as `Tensor(c10::Half)` or `long int`, consists of public words only."""
+    type_words = sections()["types"]
+    return _SIGNS.fullmatch(text) is not None and all(
+        word in type_words or (word.isdigit() and len(word) <= 2) for word in _WORD.findall(text)
+    )
+
+
+_STRING = re.compile(rb'"((?:[^"\\]|\\.)*)"')
+_MOST_REMEMBERED = 200_000  # distinct texts that were left out; the leak report compares with them
+_LONGEST = 2000
+_NUMERIC = frozenset((b"", *(bytes([digit]) for digit in b"-0123456789tfn")))
+
+
+@dataclass(slots=True)
+class Account:
+    """Counts over all files, or of one; `add` puts them together.
+
+    Attributes:
+        entries_in: Entries (events, nodes) read; entries_out: entries written.
+        dropped_entries: Reason -> how many whole entries were left out.
+        dropped: Name of an argument, attribute or entry -> how often its value was left out.
+        unknown: Those of them that no rule knows.
+        odd: Those whose value was not what it should be.
+        texts: Distinct texts that were left out, as JSON or as they are.
+        strings: Distinct texts of the output as JSON without the quotes, keys among them.
+        kept_arguments: What stays of arguments of operators that are to run again -> how often.
+    """
+
+    entries_in: int = 0
+    entries_out: int = 0
+    dropped_entries: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)
+    unknown: set[str] = field(default_factory=set)
+    odd: Counter[str] = field(default_factory=Counter)
+    texts: set[bytes] = field(default_factory=set)
+    strings: set[bytes] = field(default_factory=set)
+    kept_arguments: Counter[str] = field(default_factory=Counter)
+
+    def drop(self, key: str, value: bytes | None = None, *, unknown: bool = False) -> None:
+        """Count a value that is left out."""
+        self.dropped[key] += 1
+        if unknown:
+            self.unknown.add(key)
+        if value is not None and value[:1] not in _NUMERIC and len(self.texts) < _MOST_REMEMBERED:
+            self.texts.add(value[:_LONGEST])
+
+    def refuse(self, key: str, value: bytes | None = None) -> None:
+        """Count a value that is not what it should be, and is left out."""
+        self.odd[key] += 1
+        self.drop(key, value)
+
+    def scan(self, output: bytes) -> None:
+        """Take the texts of a piece of JSON that is written."""
+        if b"\\" in output:
+            self.strings.update(_STRING.findall(output))
+        else:  # every second part between quotes is a text
+            self.strings.update(output.split(b'"')[1::2])
+
+    def add(self, other: Account) -> None:
+        """Take the counts of another account."""
+        self.entries_in += other.entries_in
+        self.entries_out += other.entries_out
+        for name in ("dropped_entries", "dropped", "odd", "kept_arguments"):
+            getattr(self, name).update(getattr(other, name))
+        for name in ("unknown", "texts", "strings"):
+            getattr(self, name).update(getattr(other, name))
+
+    def to_dict(self) -> dict[str, Any]:
+        """As it stands in the report."""
+        return {
+            "entries_in": self.entries_in,
+            "entries_out": self.entries_out,
+            "dropped_entries": dict(self.dropped_entries.most_common()),
+            "dropped": [
+                {"name": name, "count": count, "unknown": name in self.unknown, "odd": self.odd.get(name, 0)}
+                for name, count in self.dropped.most_common()
+            ],
+        }

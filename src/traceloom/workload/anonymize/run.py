@@ -1,0 +1,322 @@
+"""One pass over all files; staged output."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import traceloom
+from traceloom.errors import InputError
+from traceloom.formats import read_kineto
+from traceloom.system import files
+from traceloom.system.text import encode_utf8
+from traceloom.workload.anonymize import inputs as sources
+from traceloom.workload.anonymize.chakra import ChakraRewriter, first_start_us, write_groups
+from traceloom.workload.anonymize.collapse import fused
+from traceloom.workload.anonymize.host_trace import HostRewriter
+from traceloom.workload.anonymize.inputs import ENDINGS, InputFile, InputFiles, Staging
+from traceloom.workload.anonymize.kineto import Rules, TraceFacts, write_kineto
+from traceloom.workload.anonymize.leak_report import HiddenShapes, leak_report
+from traceloom.workload.anonymize.metadata import Captures
+from traceloom.workload.anonymize.names import KernelNames, Pseudonyms
+from traceloom.workload.anonymize.policy import (
+    CALLS,
+    COLLAPSE,
+    FIT,
+    ZERO,
+    Account,
+    Key,
+    Policy,
+)
+from traceloom.workload.anonymize.sizes import Shapes
+from traceloom.workload.anonymize.utility_report import (
+    Measure,
+    compare,
+    measure,
+    measure_chakra,
+    measure_job,
+    proof,
+    settle,
+)
+
+Say = Callable[[str], None]
+_MOST_LINKED = 1 << 29  # bytes of files; more are not linked only to be compared
+_GRAIN_NS = 1_000_000  # times begin at a whole millisecond
+
+
+@dataclass(slots=True)
+class Anonymized:
+    """What was done.
+
+    Attributes:
+        output: What was written.
+        report: The reports as one JSON object: `files`, `left_out`, `dropped`, `utility`, `leaks`, `policy`.
+        report_path: Where they are kept, for the owner alone.
+        refused: Why inputs were refused, one sentence each.
+    """
+
+    output: Path
+    report: dict[str, Any]
+    report_path: Path
+    refused: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What the first reading of a device trace tells."""
+
+    facts: TraceFacts
+    first_ns: int
+    unix: bool
+    measure: Measure
+    notices: set[str]
+
+
+class _AnonymizeRun:
+    """Anonymises files of one run.
+
+    Args:
+        inputs: The files.
+        policy: What becomes of each kind of thing.
+        key: Makes the pseudonyms.
+        say: Told what is being done.
+    """
+
+    def __init__(self, inputs: InputFiles, policy: Policy, key: Key, say: Say) -> None:
+        self._inputs = inputs
+        self._say = say
+        names = Pseudonyms(key, policy)
+        self.rules = Rules(policy, names, Shapes(policy), KernelNames(names, policy))
+        self.account = Account()
+        self.hidden = HiddenShapes()
+        self.files: list[dict[str, Any]] = []
+        self.utility: list[dict[str, Any]] = []
+        self.refused: list[InputError] = []
+        self.replay: dict[str, Any] | None = None
+        self._seen: dict[Path, _Seen] = {}
+        self._origin_us: int | None = None
+        self._collapsed = policy.structure == COLLAPSE
+
+    def write(self, stage: Staging) -> None:
+        """Rewrite every file below the stage.
+
+        Raises:
+            InputError: Not one of the files can be used.
+        """
+        # The first reading: when traces begin, which lanes are host threads, what the analyses say.
+        usable = []
+        for number, source in enumerate(self._inputs.files, start=1):
+            if source.kind == sources.KINETO:
+                self._say(f"measuring file {number} of {len(self._inputs.files)}")
+            try:
+                if source.kind == sources.KINETO:
+                    self._seen[source.path] = self.measured(source)
+                elif source.kind == sources.CHAKRA and self.rules.policy.times == ZERO:
+                    first = first_start_us(source.path)
+                    if first is not None:
+                        self._origin_us = first if self._origin_us is None else min(first, self._origin_us)
+            except InputError as error:
+                self.refused.append(error)
+            else:
+                usable.append(source)
+        self._inputs.files[:] = usable
+        unsettled = ""
+        if self.rules.policy.shapes == FIT:
+            self._say("rounding sizes so that they fit each other")
+            unsettled = settle([source for source in usable if source.kind == sources.HOST], self.rules)
+        for number, source in enumerate(usable, start=1):
+            self._say(f"rewriting file {number} of {len(usable)}")
+            try:
+                self.rewrite(source, stage.path(source.name))
+            except InputError as error:
+                self.refused.append(error)
+        if not self.files:
+            raise self.refused[0]
+        rules, origin_ns = self.rules, self.origin_ns(unix=True)
+        for folder, (document, name) in self._inputs.captures.items():
+            target = stage.path(f"{name}capture.json")
+            renamed = {source.path.name: Path(source.name).name for source in usable if source.path.parent == folder}
+            captures = Captures(rules.names, rules.shapes, rules.policy, self.account, origin_ns, renamed)
+            target.write_bytes(captures.rewrite(document))
+            self.files.append({"input": str(folder / "capture.json"), "output": target.name, "kind": sources.CAPTURE})
+        if rules.policy.scalars == CALLS:
+            self._say("running all operators dry")
+            self.replay = proof(self.written(stage, [source for source in usable if not source.graph]), unsettled)
+        # Link all ranks together, before and after, where there is more than one file to link. Collapsed host traces
+        # fit no device trace any more, on purpose.
+        kinds = (sources.KINETO,) if self._collapsed else (sources.KINETO, sources.HOST)
+        linked = [source for source in self._inputs.files if source.kind in kinds]
+        size = sum(source.path.stat().st_size for source in linked)
+        if len(linked) < 2 or not self._seen or size > _MOST_LINKED:
+            return
+        self._say("linking all ranks, before and after")
+        folders = [] if self._collapsed else list(self._inputs.captures)
+        loose = [source for source in linked if source.path.parent not in folders and not source.graph]
+        before = measure_job([*folders, *(source.path for source in loose)])
+        after = measure_job(self.written(stage, linked))
+        if not isinstance(before, str):
+            self.compare(None, None, before, {} if isinstance(after, str) else after, [])
+
+    def written(self, stage: Staging, chosen: list[InputFile]) -> list[Path]:
+        """Rewritten captures, and of the other files those that are chosen."""
+        folders = {} if self._collapsed else self._inputs.captures
+        loose = [source for source in chosen if source.path.parent not in folders and not source.graph]
+        return [stage.folder / name for _, name in folders.values()] + [stage.folder / each.name for each in loose]
+
+    def measured(self, source: InputFile) -> _Seen:
+        trace = read_kineto(source.path, capture=source.entry)
+        self.hidden.add_trace(trace)
+        hosts = trace.lanes.filter(trace.lanes["kind"].is_in(["host", "other"]))
+        facts = TraceFacts(
+            source.path,
+            0,
+            frozenset(zip(hosts["process"].to_list(), hosts["thread"].to_list(), strict=True)),
+            trace.meta.base_ns,
+        )
+        if self._collapsed:
+            names = frozenset(trace.steps["name"].to_list())
+            steps = trace.events.filter(trace.events["name"].is_in(list(names))).select("start_ns", "nested_end_ns")
+            facts = replace(
+                facts,
+                threads=tuple(fused(trace)),
+                steps=names,
+                step_ns={start: end - start for start, end in steps.iter_rows()},
+                window_ns=(trace.start_ns, trace.end_ns) if trace.events.height else None,
+            )
+        columns = [trace.events["start_ns"], *(f["time_ns"] for f in (trace.allocations, trace.marks, trace.counters))]
+        firsts: list[Any] = [column.min() for column in columns]
+        first_ns = min((int(first) for first in firsts if first is not None), default=0)
+        notices = {notice.slug for notice in trace.notices}
+        return _Seen(facts, first_ns, trace.meta.clock == "unix", measure(trace), notices)
+
+    def origin_ns(self, *, unix: bool) -> int:
+        """One origin for all files whose times can be compared."""
+        if self.rules.policy.times != ZERO:
+            return 0
+        firsts = [seen.first_ns for seen in self._seen.values() if seen.unix == unix]
+        return min(firsts) // _GRAIN_NS * _GRAIN_NS if firsts else 0
+
+    def rewrite(self, source: InputFile, target: Path) -> None:
+        """One file, and what the analyses say of it before and after."""
+        account = Account()
+        if source.kind == sources.KINETO:
+            seen = self._seen[source.path]
+            # With `times = "keep"` the file keeps its base time, so only what stands in `ts` is written again.
+            zeroed = self.rules.policy.times == ZERO
+            origin_ns = self.origin_ns(unix=seen.unix) if zeroed else seen.facts.base_ns
+            write_kineto(replace(seen.facts, origin_ns=origin_ns), self.rules, account, target, unix=seen.unix)
+            after = read_kineto(target, capture=source.entry)
+            fresh = sorted({notice.slug for notice in after.notices} - seen.notices)
+            self.compare(source.name, after.rank, seen.measure, measure(after), fresh)
+            seen.measure = {}
+            seen.facts = replace(seen.facts, threads=())
+        elif source.kind == sources.HOST:
+            HostRewriter(source.path, self.rules, account, self.hidden).write(target)
+        elif source.kind == sources.GROUPS:
+            write_groups(source.path, self.rules, account, target)
+        else:
+            ChakraRewriter(source.path, self.rules, account, self.hidden, self._origin_us or 0).write(target)
+            self.compare(source.name, source.rank, measure_chakra(source.path), measure_chakra(target), [])
+        self.account.add(account)
+        self.files.append(
+            {"input": str(source.path), "output": source.name, "kind": source.kind, "rank": source.rank}
+            | {"bytes": target.stat().st_size} | account.to_dict()
+        )  # fmt: skip
+
+    def compare(
+        self, file: str | None, rank: int | None, before: Measure, after: Measure, new_notices: list[str]
+    ) -> None:
+        """Add to the utility report; without a file it is about the job."""
+        rounded = self.rules.shapes.rounds
+        parts = [part.to_dict(collapsed=self._collapsed, rounded=rounded) for part in compare(before, after)]
+        if file is None:
+            parts = [part | {"part": f"{part['part']} of the job"} for part in parts]
+        self.utility.append({"file": file, "rank": rank, "parts": parts, "new_notices": new_notices})
+
+    def report(self) -> dict[str, Any]:
+        """The reports as one JSON object."""
+        rules = self.rules
+        return {
+            "format": "traceloom-anonymize-report",
+            "version": 1,
+            "traceloom": traceloom.__version__,
+            "policy": rules.policy.to_dict(),
+            "files": self.files,
+            "left_out": self._inputs.left,
+            "refused": [str(error) for error in self.refused],
+            **{key: value for key, value in self.account.to_dict().items() if key.startswith("dropped")},
+            "utility": self.utility,
+            **({} if self.replay is None else {"replay": self.replay}),
+            "leaks": leak_report(self.account, rules.names, rules.shapes, self.hidden, rules.policy),
+        }
+
+    def map(self) -> dict[str, Any]:
+        """What pseudonyms stand for, for the owner."""
+        names = self.rules.names
+        return {
+            "format": "traceloom-anonymize-map",
+            "version": 1,
+            "names": names.originals,
+            "processes": {str(shown): number for shown, number in names.numbers.items()},
+            "files": {entry["output"]: entry["input"] for entry in self.files},
+            "origin_ns": {"unix": str(self.origin_ns(unix=True)), "other": str(self.origin_ns(unix=False))},
+        }
+
+
+def anonymize(
+    inputs: list[Path],
+    output: Path,
+    policy: Policy,
+    key: Key,
+    mapping: Path | None = None,
+    *,
+    force: bool = False,
+    say: Say = lambda _: None,
+) -> Anonymized:
+    """Rewrite traces so that they can be shared; the same kinds of files come out.
+
+    Args:
+        inputs: Files, directories, captures.
+        output: A file for one file, else a directory.
+        policy: What becomes of each kind of thing.
+        key: Makes the pseudonyms.
+        mapping: Where the owner's map goes; None makes none.
+        force: Replace what was written there before.
+        say: Told what is being done.
+
+    Raises:
+        UsageError: slug `wrong-usage`: the output is among the inputs.
+        InputError: Nothing can be used.
+        OutputError: Something cannot be written; then nothing is.
+    """
+    with files.protect_inputs(inputs):
+        all_sources = sources.find(inputs)
+        for source in all_sources.files:
+            files.note_input(source.path)
+        single = len(all_sources.files) == 1 and not all_sources.captures and output.name.lower().endswith(ENDINGS)
+        if single:
+            # The name in the stage decides whether the file is compressed: that of the output does.
+            source = all_sources.files[0]
+            source.name = source.name.removesuffix(".gz") + (".gz" if output.name.lower().endswith(".gz") else "")
+        run = _AnonymizeRun(all_sources, policy, key, say)
+        beside = output.with_name(f"{output.name}.anonymize.json")
+        staging = Staging(output, single=single, force=force)
+        for path in (beside, mapping):
+            if path is not None:
+                files.refuse_existing(path, force=force)
+        with staging as stage:
+            run.write(stage)
+            report = run.report()
+            if mapping is not None:
+                _private(mapping, run.map(), force=force)
+            _private(beside, report, force=force)
+            stage.commit(all_sources.files[0].name if single else None)
+        return Anonymized(output, report, beside, [str(error) for error in run.refused])
+
+
+def _private(path: Path, document: dict[str, Any], *, force: bool) -> None:
+    text = encode_utf8(json.dumps(document, indent=1, ensure_ascii=False)) + b"\n"
+    files.write(path, lambda handle: handle.write(text), force=force, private=True)

@@ -1,0 +1,293 @@
+"""Shapes rounded; tensors and arguments rewritten.
+
+Rounding is one function of the number alone, so that equal sizes stay equal on all ranks and in all files. Where
+operators have to run again, it is one of the number's prime factors: what is a product stays the product of the same.
+
+What an argument means is told by the operator's public schema, by type and name.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection
+from functools import lru_cache
+from string import ascii_letters
+from typing import Any
+
+import msgspec
+
+from traceloom.formats.resync import MALFORMED
+from traceloom.workload.anonymize.policy import BUCKET, DROP, FIT, KEEP, Policy
+from traceloom.workload.replay.schema import OperatorSchema, SchemaArgument
+
+_TOP_BITS = 5  # of running totals: within 3 %
+_MOST_KNOWN = 50_000  # lists of shapes that are remembered
+_MOST_DEPTH = 8
+_LARGEST = 1 << 48  # a larger number is no size, but the end of all slices
+Maybe = bytes | None
+
+
+def bucket(number: int) -> int:
+    """The power of two that is nearest by ratio, with the sign of the number; 0 stays 0.
+
+    Example:
+        >>> bucket(768), bucket(700), bucket(-50257), bucket(3)
+        (1024, 512, -65536, 4)
+    """
+    size = abs(number)
+    if size < 3:
+        return number
+    low = 1 << (size.bit_length() - 1)
+    rounded = low if size * size < 2 * low * low else 2 * low
+    return rounded if number > 0 else -rounded
+
+
+@lru_cache(_MOST_KNOWN)
+def prime_factors(number: int) -> tuple[int, ...]:
+    """The prime factors of a number from 1 on, ascending.
+
+    Example:
+        >>> prime_factors(768)
+        (2, 2, 2, 2, 2, 2, 2, 2, 3)
+    """
+    factors, factor = [], 2
+    while factor * factor <= number:
+        while number % factor == 0:
+            factors.append(factor)
+            number //= factor
+        factor += 1 if factor == 2 else 2
+    return (*factors, number) if number > 1 else tuple(factors)
+
+
+def by_factors(number: int, kept: Collection[int] = ()) -> int:
+    """The number with each prime factor rounded by `bucket`, but for those that are kept; below 2 as it is.
+
+    Example:
+        >>> by_factors(8 * 96), by_factors(8) * by_factors(96), by_factors(768, {3})
+        (1024, 1024, 768)
+    """
+    if not 2 < number < _LARGEST:
+        return number
+    return math.prod(factor if factor in kept else bucket(factor) for factor in prime_factors(number))
+
+
+def coarse(number: int) -> int:
+    """A running total with its five leading bits: rounded by at most 3 %."""
+    shift = max(0, abs(number).bit_length() - _TOP_BITS)
+    half = 1 << shift >> 1
+    rounded = (abs(number) + half) >> shift << shift
+    return rounded if number >= 0 else -rounded
+
+
+class Shapes:
+    """What becomes of sizes, by the policy.
+
+    Attributes:
+        exact: Exact sizes in bytes, elements and work items that stand in the output, for the leak report.
+        kept_factors: Prime factors that stay with the policy `fit`; all of them where None.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._mode = policy.shapes
+        self._known: dict[bytes, Maybe] = {}
+        self.exact: set[int] = set()
+        self.kept_factors: frozenset[int] | None = frozenset()
+
+    def keep_factors(self, factors: frozenset[int] | None) -> None:
+        """Let prime factors stay; all of them where None."""
+        self.kept_factors = factors
+        self._known.clear()
+
+    def rounded(self, number: int) -> int:
+        """A size after rounding."""
+        if self._mode == FIT:
+            return number if self.kept_factors is None else by_factors(number, self.kept_factors)
+        return bucket(number) if self._mode == BUCKET else number
+
+    @property
+    def rounds(self) -> bool:
+        """Sizes are rounded."""
+        return self._mode in {BUCKET, FIT}
+
+    @property
+    def kept(self) -> bool:
+        """Shapes stay as they are."""
+        return self._mode == KEEP
+
+    def size(self, number: int) -> int:
+        """Bytes or elements of one thing: exact or rounded; the policy `drop` keeps them, and the report says so."""
+        if self.rounds:
+            return self.rounded(number)
+        if len(self.exact) < _MOST_KNOWN:
+            self.exact.add(abs(number))
+        return number
+
+    def total(self, number: int) -> int:
+        """A running total of bytes."""
+        return coarse(number) if self.rounds else number
+
+    def dims(self, raw: bytes) -> Maybe:
+        """A nested list of dimensions as JSON; None leaves it out."""
+        if self._mode == DROP:
+            return None
+        return self._listed(b"d", raw, lambda value: _each(value, self.rounded))
+
+    def counts(self, raw: bytes) -> Maybe:
+        """A nested list of dimensions with the number of elements in their place."""
+        return self._listed(b"c", raw, self._counted)
+
+    def _counted(self, value: Any) -> Any:
+        if not isinstance(value, list) or not value:
+            return value
+        if all(isinstance(item, int) for item in value):
+            return [self.size(math.prod(value))]
+        return [self._counted(item) for item in value]
+
+    def strides(self, raw: bytes, dims: bytes) -> Maybe:
+        """A nested list of strides beside its dimensions; rounded shapes get the strides of the same order."""
+
+        def restrided(value: Any) -> Any:
+            try:
+                shape = msgspec.json.decode(dims)
+            except MALFORMED:
+                return None
+            return _restrided(value, shape) if _whole(shape) else None
+
+        if self._mode == DROP:
+            return None
+        if self._mode == BUCKET:
+            return self._listed(b"s" + dims + b"\0", raw, restrided)
+        return self._listed(b"s", raw, lambda value: _each(value, self.rounded))  # products of dimensions stay such
+
+    def grid(self, raw: bytes) -> Maybe:
+        """A launch grid; it tells the shape as bytes do."""
+
+        def made(value: Any) -> Any:
+            if not isinstance(value, list):
+                return None
+            if self.rounds:
+                return _each(value, bucket)
+            self.size(math.prod(n for n in value if isinstance(n, int)))
+            return value
+
+        return None if self._mode == DROP else self._listed(b"g", raw, made)
+
+    def splits(self, raw: bytes) -> Maybe:
+        """Sizes of the parts of an uneven exchange, as a list or as its text."""
+        return self._listed(b"p", raw, lambda value: _each(value, self.size), text=True)
+
+    def _listed(self, kind: bytes, raw: bytes, make: Callable[[Any], Any], *, text: bool = False) -> Maybe:
+        """What `make` makes of a nested list of whole numbers, as JSON; with `text` the list may stand in a text."""
+        key = kind + raw
+        if key in self._known:
+            return self._known[key]
+        if len(self._known) > _MOST_KNOWN:
+            self._known.clear()
+        made = None
+        try:
+            value = msgspec.json.decode(raw)
+            text = text and isinstance(value, str)
+            value = msgspec.json.decode(value) if text else value
+        except MALFORMED:
+            value = None
+        if _whole(value) and (new := make(value)) is not None:
+            made = msgspec.json.encode(new)
+            made = msgspec.json.encode(made.decode()) if text else made
+        self._known[key] = made
+        return made
+
+
+def _whole(value: Any, depth: int = 0) -> bool:
+    """A nested list of whole numbers, or one."""
+    if isinstance(value, list):
+        return depth < _MOST_DEPTH and all(_whole(item, depth + 1) for item in value)
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _each(value: Any, function: Any) -> Any:
+    return [_each(item, function) for item in value] if isinstance(value, list) else function(value)
+
+
+def _restrided(strides: Any, shape: Any) -> Any:
+    """Strides of the rounded shape in the same order of dimensions; [] where the tensor has gaps."""
+    if not isinstance(strides, list) or not isinstance(shape, list):
+        return []
+    if any(isinstance(item, list) for item in strides):
+        pairs = zip(strides, shape + [[]] * len(strides), strict=False)
+        return [_restrided(inner_strides, inner_shape) for inner_strides, inner_shape in pairs]
+    if len(strides) != len(shape) or any(isinstance(item, list) for item in shape):
+        return []
+    made, expected, rounded = [0] * len(strides), 1, 1
+    for at in sorted(range(len(strides)), key=lambda at: (strides[at], -at)):
+        if strides[at] not in (expected, 0) and shape[at] != 1:
+            return []
+        made[at] = rounded if strides[at] else 0
+        if strides[at]:
+            expected, rounded = expected * shape[at], rounded * bucket(shape[at])
+    return made
+
+
+# Texts by which operators choose among ways to compute.
+WORDS = frozenset({
+    "none", "tanh", "mean", "sum", "batchmean", "prod", "amax", "amin", "max", "min", "reflect", "replicate",
+    "constant", "circular", "zeros", "border", "zero", "nearest", "nearest-exact", "linear", "bilinear", "bicubic",
+    "trilinear", "area", "floor", "trunc", "ij", "xy", "L", "U", "fro", "nuc", "inf", "-inf", "valid", "same", "relu",
+    "gelu", "silu", "sigmoid", "swish", "hardswish", "leaky_relu", "hardtanh", "clamp", "logistic", "sqrt", "abs",
+    "square", "elu", "tril", "triu", "left", "right", "lower", "higher", "midpoint", "add", "sub", "mul", "div",
+    "binary", "reduced", "complete",
+})  # fmt: skip
+_SIZES = frozenset({
+    "size", "sizes", "shape", "storage_offset", "split_size", "split_sizes", "start", "end", "length",
+    "normalized_shape", "num_weights", "output_size", "input_sizes", "self_size", "self_sizes", "repeats", "numel",
+    "steps", "vocab_size", "num_classes", "max_q", "max_k", "total_length", "input_split_sizes",
+    "output_split_sizes",
+})  # fmt: skip
+# Declared as sizes are, but small numbers that go with kernels and places.
+_NO_SIZES = frozenset({
+    "stride", "padding", "dilation", "groups", "output_padding", "kernel_size", "step", "ignore_index", "diagonal",
+    "offset", "dim", "n",
+})  # fmt: skip
+_PLACES = frozenset({"index", "padding_idx", "seed"})
+_VALUES = frozenset({"Scalar", "number", "float"})
+_EQUATION = re.compile(r"[A-Za-z,.\s]*(?:->[A-Za-z.\s]*)?")
+_ENDLESS = frozenset({"inf", "-inf", "nan", "-nan", "Infinity", "-Infinity", "NaN"})
+
+
+def argument(value: Any, of: SchemaArgument, schema: OperatorSchema, rounded: Callable[[int], int]) -> Any:
+    """What one recorded value becomes that is no tensor and no list; None where it must not stay.
+
+    Args:
+        value: As recorded.
+        of: The argument.
+        schema: Of the operator.
+        rounded: What sizes become.
+    """
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        if of.name in _PLACES:  # the first or the last: every size has these
+            return max(min(value, 0), -1)
+        is_size = (of.type.leaf == "SymInt" or of.name in _SIZES) and of.name not in _NO_SIZES
+        if of.name == "stride":  # of a geometry, not of a window
+            is_size = any(other.name == "size" for other in schema.arguments)
+        if is_size:
+            return rounded(value)
+        is_value = of.type.leaf in _VALUES and of.name not in _NO_SIZES
+        return int(_harmless(value)) if is_value else value
+    if isinstance(value, float):
+        return _harmless(value)
+    if isinstance(value, str):
+        if value in _ENDLESS or (of.type.leaf == "str" and value in WORDS):
+            return value
+        if of.name == "equation" and _EQUATION.fullmatch(value):
+            letters = "".join(dict.fromkeys(filter(str.isalpha, value)))  # become the first ones, in this order
+            return value.translate(str.maketrans(letters, ascii_letters[: len(letters)]))
+    return None
+
+
+def _harmless(value: float) -> float:
+    """A number of the same sign on the same side of 1; 0, 1 and what is not finite stay."""
+    if value in (0, 1, -1) or not math.isfinite(value):
+        return value
+    return math.copysign(0.5 if abs(value) < 1 else 2.0, value)

@@ -1,0 +1,172 @@
+"""Inputs and outputs of recorded operators: tensors keep their ids, sizes follow the policy, values mostly go."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from traceloom.workload.anonymize.metadata import Metadata, rank_list, text_of
+from traceloom.workload.anonymize.names import OPERATIONS, Pseudonyms
+from traceloom.workload.anonymize.policy import DROP, KEEP, Account, Policy, is_type
+from traceloom.workload.anonymize.sizes import Shapes, argument
+from traceloom.workload.replay.schema import SchemaArgument, UnreadableSchemaError, parse_schema
+from traceloom.workload.replay.values import Kind, kinds_of
+
+_DEVICE = re.compile(r"(cpu|cuda|hip|xpu|mtia|hpu|npu|mps|meta|privateuseone)(:\d{1,3})?")
+_NOTHING = frozenset(f"<{kind}>" for kind in ("None", "Object", "Generator", "Capsule", "PyObject", "Storage", "Enum"))
+_NUMBER = re.compile(r"-?inf|nan|-?\d{1,20}(\.\d{1,20})?([eE][+-]?\d{1,3})?")
+_MOST_DEPTH = 8
+_FIELDS = 5  # of a tensor, without its device
+_SORTS = {bool: "flags", int: "whole numbers", float: "numbers, replaced", str: "words"}
+
+PLAIN, OF_COMMUNICATION, OF_GROUPS = "plain", "communication", "groups"
+
+
+class Tensors:
+    """Rewrites the values, shapes, strides and types of one side of an operator."""
+
+    def __init__(self, names: Pseudonyms, shapes: Shapes, policy: Policy, account: Account) -> None:
+        self._names = names
+        self._shapes = shapes
+        self._policy = policy
+        self._account = account
+        self._metadata = Metadata(names, policy, account)
+
+    def values(self, value: Any, kind: str = PLAIN) -> Any:
+        """A list of tensors and values; what is left out becomes null, so that places stay.
+
+        Args:
+            value: The list.
+            kind: OF_COMMUNICATION for `record_param_comms`, OF_GROUPS for the list of process groups, else PLAIN.
+        """
+        return [self._one(item, kind, 0) for item in value] if isinstance(value, list) else []
+
+    def arguments(self, values: Any, types: str | None, schema: str) -> Any:
+        """The inputs of an operator that is to run again; without a schema all but the tensors go.
+
+        Args:
+            values: As recorded.
+            types: Their types, as JSON.
+            schema: The operator's, a public one; empty where there is none.
+        """
+        try:
+            operator = parse_schema(schema)
+        except UnreadableSchemaError:
+            return self.values(values)
+        kinds = kinds_of(types)
+        if not isinstance(values, list) or len(values) != len(kinds) or len(values) > len(operator.arguments):
+            return self.values(values)
+
+        def made(value: Any, kind: Kind, of: SchemaArgument) -> Any:
+            if isinstance(kind, tuple) and isinstance(value, list):
+                kinds_inside = kind if len(kind) == len(value) else (None,) * len(value)
+                return [made(inner, inside, of) for inner, inside in zip(value, kinds_inside, strict=True)]
+            if isinstance(kind, str) or value is None or (isinstance(value, str) and not self._is_text(value)):
+                return self._one(value, PLAIN, 0)
+            kept = argument(value, of, operator, self._shapes.rounded)
+            if kept is None:
+                self._account.drop("values", text_of(value))
+            else:
+                self._account.kept_arguments[_SORTS[type(kept)]] += 1
+            return "" if kept is None and isinstance(value, str) else kept
+
+        return [made(*each) for each in zip(values, kinds, operator.arguments, strict=False)]
+
+    @staticmethod
+    def _is_text(item: str) -> bool:
+        """Whether a text is a value, and does not stand for nothing or a device."""
+        return not (item in _NOTHING or _DEVICE.fullmatch(item) or item == "")
+
+    def _one(self, item: Any, kind: str, depth: int) -> Any:
+        if isinstance(item, list):
+            if depth >= _MOST_DEPTH:
+                return None
+            # `[tensor, storage, offset, elements, bytes of each, device]`; old files have no device.
+            if (
+                len(item) not in (_FIELDS, _FIELDS + 1)
+                or not all(isinstance(number, int) and not isinstance(number, bool) for number in item[:_FIELDS])
+                or not all(isinstance(device, str) for device in item[_FIELDS:])
+            ):
+                return [self._one(inner, kind, depth + 1) for inner in item]
+            identity, storage, offset, count, width = item[:_FIELDS]
+            size = self._shapes.size
+            devices = [device if _DEVICE.fullmatch(device) else "" for device in item[_FIELDS:]]
+            return [identity, storage, size(offset) if offset else 0, size(count), width, *devices]
+        if isinstance(item, str):
+            if kind == OF_GROUPS:
+                return self._groups(item)
+            if not self._is_text(item):
+                return item
+            if kind == OF_COMMUNICATION:
+                return item if item in OPERATIONS else self._names.description(item)
+            if self._policy.scalars == KEEP and _NUMBER.fullmatch(item):
+                return item
+            self._account.drop("values", text_of(item))
+            return ""
+        if item is None or isinstance(item, bool):
+            return item if kind == OF_COMMUNICATION or self._policy.scalars == KEEP else None
+        if kind == OF_COMMUNICATION and isinstance(item, int):
+            return self._names.pointer(item) if depth == 0 else self._shapes.size(item)
+        if self._policy.scalars != KEEP or not isinstance(item, (int, float)):
+            self._account.drop("values")
+            return None
+        if depth == 0 or self._shapes.kept:
+            return item
+        return None if self._policy.shapes == DROP or not isinstance(item, int) else self._shapes.rounded(item)
+
+    def _groups(self, item: str) -> str:
+        """The JSON list of process groups that PyTorch writes as a text."""
+        try:
+            listed = json.loads(item)
+        except (ValueError, RecursionError):
+            self._account.refuse("process groups", item.encode("utf-8", "replace"))
+            return "[]"
+        groups = []
+        for group in listed if isinstance(listed, list) else []:
+            if not isinstance(group, dict):
+                continue
+            out: dict[str, Any] = {}
+            if group.get("pg_name") is not None:
+                out["pg_name"] = self._names.group(str(group["pg_name"]))
+            if isinstance(group.get("pg_desc"), str):
+                out["pg_desc"] = self._names.description(group["pg_desc"])
+            if isinstance(group.get("backend_id"), int):
+                out["backend_id"] = self._names.pointer(group["backend_id"])
+            if (backend := self._metadata.backend(group.get("backend_config"))) is not None:
+                out["backend_config"] = backend
+            if (ranks := rank_list(group.get("ranks"))) is not None:
+                out["ranks"] = ranks
+            out |= {key: group[key] for key in ("group_size", "group_count") if isinstance(group.get(key), int)}
+            for key in group.keys() - out.keys():
+                self._account.drop(f"process groups.{key}", json.dumps(group[key]).encode(), unknown=True)
+            groups.append(out)
+        return json.dumps(groups)
+
+    def shapes(self, value: Any) -> Any:
+        """A list of shapes; where they are left out, one empty shape for each."""
+        if not isinstance(value, list):
+            return []
+        if self._policy.shapes == DROP:
+            return [[] for _ in value]
+        made = self._shapes.dims(json.dumps(value).encode())
+        return [[] for _ in value] if made is None else json.loads(made)
+
+    def strides(self, value: Any, shapes: Any) -> Any:
+        """A list of strides beside their shapes."""
+        if not isinstance(value, list):
+            return []
+        made = self._shapes.strides(json.dumps(value).encode(), json.dumps(shapes).encode())
+        return [[] for _ in value] if made is None else json.loads(made)
+
+    @staticmethod
+    def types(value: Any) -> Any:
+        """A list of types, public ones."""
+        if not isinstance(value, list):
+            return []
+        return [item if isinstance(item, str) and is_type(item) else "" for item in value]
+
+    def splits(self, text: str) -> str:
+        """Sizes of the parts of an uneven exchange."""
+        made = self._shapes.splits(json.dumps(text).encode())
+        return "[]" if made is None else str(json.loads(made))

@@ -1,0 +1,397 @@
+"""What analyses say before and after; replayable sizes.
+
+Sizes are rounded by their prime factors (`by_factors`), so views and matrix products fit by themselves. What adds up
+(parts of a concatenation, windows of a convolution) does so with rounded sizes only by chance. Where an operator does
+not, its smallest factor that is still rounded stays as it is, in all sizes of all files: small ones tell least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import polars as pl
+
+from traceloom import analyze
+from traceloom.errors import TraceloomError, UsageError
+from traceloom.formats.chakra.files import EtReader
+from traceloom.graph.graph import Graph
+from traceloom.system import processes
+from traceloom.trace.trace import Trace
+from traceloom.workload.anonymize.collapse import number_of
+from traceloom.workload.anonymize.host_trace import HostRewriter
+from traceloom.workload.anonymize.inputs import InputFile
+from traceloom.workload.anonymize.kineto import Rules
+from traceloom.workload.anonymize.leak_report import HiddenShapes
+from traceloom.workload.anonymize.policy import Account
+from traceloom.workload.anonymize.sizes import prime_factors
+
+if TYPE_CHECKING:
+    from traceloom.workload.replay.dry_run import RankDryRun
+    from traceloom.workload.replay.plan import ReplayPlan
+
+
+EXACT, ROUNDED, GIVEN_UP, CHANGED = "equal", "rounded", "given up", "changed"
+_NOT_COMPARED = ("name", "start_ns", "path", "lane", "thread", "process", "peak_time_ns", "node", "parent", "event",
+                 "group", "group_description", "shapes", "fraction", "rule", "evidence")  # fmt: skip
+_FEW_EDGES = 0.01
+# Parts that `collapse` gives up: the host's own structure.
+OF_STRUCTURE = frozenset((
+    "host time", "idle causes", "operators", "modules", "kernels", "data loading", "nodes and times", "dependencies",
+    "graph nodes", "graph edges", "critical path", "re-timing", "re-timing without residuals",
+))  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedPart:
+    """One part of the comparison.
+
+    Attributes:
+        name: What is compared.
+        figures: How many figures it has before.
+        equal: How many of them are the same after.
+        sizes: It is about bytes, which are rounded where shapes are.
+        off: Largest relative difference of a sum.
+        counted: Figures other than sizes differ.
+        differences: The first figures that differ, as texts.
+    """
+
+    name: str
+    figures: int
+    equal: int
+    sizes: bool = False
+    off: float = 0.0
+    counted: bool = False
+    differences: tuple[str, ...] = ()
+
+    @property
+    def same(self) -> bool:
+        """Nothing differs."""
+        return self.figures == self.equal and not self.differences
+
+    def verdict(self, *, collapsed: bool, rounded: bool = True) -> str:
+        """In a word.
+
+        Args:
+            collapsed: The host's structure was given up on purpose.
+            rounded: Sizes are rounded; then parts of a storage may overlap that did not, and order reads and writes.
+        """
+        if self.same:
+            return EXACT
+        if self.sizes and not self.counted:
+            return ROUNDED
+        if rounded and self.name == "graph edges" and self.off <= _FEW_EDGES:
+            return ROUNDED
+        return GIVEN_UP if collapsed and self.name in OF_STRUCTURE else CHANGED
+
+    def to_dict(self, *, collapsed: bool = False, rounded: bool = True) -> dict[str, Any]:
+        """As it stands in the report."""
+        return {
+            "part": self.name,
+            "figures": self.figures,
+            "equal": self.equal,
+            "verdict": self.verdict(collapsed=collapsed, rounded=rounded),
+            "largest_difference": round(self.off, 4),
+            "differences": list(self.differences),
+        }
+
+
+SIZES_OF_NODES = "sizes of nodes"
+Measure = dict[str, pl.DataFrame]
+
+
+def measure(trace: Trace) -> Measure:
+    """What the analyses say of one trace, as sorted frames of numbers: names, ids and places are left out."""
+    from traceloom.graph.calibrate import calibrate
+    from traceloom.graph.rank import link_rank
+
+    analysed = {name: _numbers(make(trace)) for name, make in (_PARTS | _SIZES).items()}
+    try:
+        return analysed | measure_graph(calibrate(link_rank(trace)))
+    except UsageError:  # times of a damaged trace that cannot be re-timed
+        return analysed
+
+
+def measure_job(paths: list[Path]) -> Measure | str:
+    """The linked graph of all ranks with their host traces; the slug of the refusal where they cannot be linked."""
+    from traceloom.graph import link
+
+    try:
+        return measure_graph(link(*paths, cache=False).graph)
+    except TraceloomError as error:
+        return error.slug
+
+
+def measure_graph(graph: Graph) -> Measure:
+    """A calibrated graph, its critical path, and its answer to a question: kernels twice as fast."""
+    from traceloom.graph.evaluate import Plan
+    from traceloom.graph.law import law
+
+    retiming = law(graph)
+    work = graph.nodes["work_ns"].to_numpy()
+    halved = np.where((graph.nodes["kind"] == "kernel").to_numpy(), work // 2, work)
+    times = Plan(graph).evaluate(work_ns=halved)
+    nodes = graph.nodes.group_by("kind").agg(pl.len(), pl.col("work_ns").sum(), pl.col("duration_ns").sum())
+    edges = graph.edges.group_by("kind", "evidence").agg(pl.len(), pl.col("delay_ns").sum())
+    answers = {
+        "window_ns": retiming.window_ns,
+        "error_ns": retiming.exact_error_ns,
+        "with_kernels_halved_ns": int(times.max() - times.min()) if len(times) else 0,
+    }
+    return {
+        "graph nodes": _numbers(nodes),
+        "graph edges": _numbers(edges),
+        "critical path": _numbers(retiming.path),
+        "re-timing": pl.DataFrame({name: [value] for name, value in answers.items()}),
+        "re-timing without residuals": pl.DataFrame({"error_ns": [retiming.honest_error_ns]}),
+    }
+
+
+def longest_path(durations: dict[int, int], waits: dict[int, set[int]]) -> int | None:
+    """Length of the longest path through nodes that wait for others; None where nodes wait for each other."""
+    waiting = {node: sum(dependency in durations for dependency in before) for node, before in waits.items()}
+    followers: dict[int, list[int]] = {}
+    for node, before in waits.items():
+        for dependency in before:
+            followers.setdefault(dependency, []).append(node)
+    ready = [node for node, count in waiting.items() if count == 0]
+    ends = dict.fromkeys(durations, 0)
+    done = 0
+    while ready:
+        node = ready.pop()
+        done += 1
+        ends[node] += durations[node]
+        for follower in followers.get(node, ()):
+            ends[follower] = max(ends[follower], ends[node])
+            waiting[follower] -= 1
+            if not waiting[follower]:
+                ready.append(follower)
+    return max(ends.values(), default=0) if done == len(durations) else None
+
+
+def measure_chakra(path: Path) -> Measure:
+    """What a simulator takes from a `.et` file: times, dependencies, sizes; a row per type of node.
+
+    `ideal time` is that of the longest path through the data dependencies, with nothing to share: what any simulator
+    starts from, and what joining chains must not change.
+    """
+    rows: dict[tuple[int, int], list[int]] = {}
+    sizes: dict[tuple[int, str], int] = {}
+    checksum = 0
+    durations: dict[int, int] = {}
+    waits: dict[int, set[int]] = {}
+    with EtReader(path) as reader:
+        for node in reader:
+            values = {attribute.name: attribute for attribute in node.attr}
+            comm = values.get("comm_type")
+            key = (node.type, -1 if comm is None else int(number_of(comm)))
+            row = rows.setdefault(key, [0, 0, 0, 0])
+            for at, amount in enumerate((1, node.duration_micros, len(node.data_deps), len(node.ctrl_deps))):
+                row[at] += amount
+            durations[node.id], waits[node.id] = node.duration_micros, {*node.data_deps, *node.ctrl_deps}
+            checksum = (checksum * 31 + hash((node.id, *node.data_deps, -1, *node.ctrl_deps))) % (1 << 61)
+            for name in ("comm_size", "tensor_size", "num_ops"):
+                if name in values:
+                    size = int(number_of(values[name]))
+                    sizes[node.type, name] = sizes.get((node.type, name), 0) + size
+    counted = [(*key, *row) for key, row in sorted(rows.items())]
+    columns = ["type", "comm_type", "nodes", "duration_us", "data_deps", "ctrl_deps"]
+    listed = [(*key, size) for key, size in sorted(sizes.items())]
+    return {
+        "nodes and times": pl.DataFrame(counted, schema=dict.fromkeys(columns, pl.Int128), orient="row"),
+        "dependencies": pl.DataFrame({"checksum": [checksum]}),
+        "total time": pl.DataFrame({"duration_us": [sum(row[1] for row in rows.values())]}),
+        "ideal time": pl.DataFrame({"path_us": [longest_path(durations, waits)]}),
+        SIZES_OF_NODES: pl.DataFrame(
+            listed, schema={"type": pl.Int64, "what": pl.String, "bytes": pl.Int128}, orient="row"
+        ),
+    }
+
+
+def compare(before: Measure, after: Measure) -> Iterator[ComparedPart]:
+    """Part by part; rows are compared in the order of their values."""
+    for name, old in before.items():
+        new = after.get(name, old.clear())
+        sizes = name in _SIZES or name == SIZES_OF_NODES
+        figures, least = old.height * old.width, min(old.height, new.height)
+        if old.equals(new):
+            yield ComparedPart(name, figures, figures, sizes)
+            continue
+        differences: list[str] = []
+        if old.height != new.height:
+            differences.append(f"{old.height} rows before, {new.height} after")
+        equal, off, counted = 0, 0.0, old.height != new.height
+        for column in old.columns:
+            same = old[column].head(least).eq_missing(new[column].head(least))
+            equal += int(same.sum())
+            if same.all() and old.height == new.height:
+                continue
+            counted |= "bytes" not in column
+            if old[column].dtype.is_numeric():
+                first, second = int(old[column].sum() or 0), int(new[column].sum() or 0)
+                off = max(off, abs(second - first) / abs(first) if first else float(second != 0))
+                differences.append(f"sum of {column}: {first} before, {second} after")
+        yield ComparedPart(name, figures, equal, sizes, off, counted, tuple(differences[:6]))
+
+
+def _numbers(frame: pl.DataFrame) -> pl.DataFrame:
+    kept = frame.drop([name for name in frame.columns if name in _NOT_COMPARED])
+    kept = kept.with_columns(pl.col(pl.Enum, pl.Categorical).cast(pl.String)) if kept.width else kept
+    return kept.sort(kept.columns, nulls_last=True) if kept.width else kept
+
+
+_PARTS: dict[str, Callable[[Trace], pl.DataFrame]] = {
+    "GPU time by device": lambda trace: analyze.gpu_time(trace).devices,
+    "GPU time by step": lambda trace: analyze.gpu_time(trace).steps,
+    "steps": lambda trace: analyze.step_times(trace).steps,
+    "kernels": lambda trace: analyze.kernels(trace).kernels,
+    "kernel categories": lambda trace: analyze.kernels(trace).categories,
+    # How GPU work hangs on the host, and when it runs: dependencies, not names.
+    "launches": lambda trace: (
+        trace.gpu_work().select("duration_ns", launched=pl.col("launch").is_not_null())
+        .group_by("launched").agg(pl.len(), pl.col("duration_ns").sum())
+    ),
+    "idle causes": lambda trace: analyze.idle(trace).causes,
+    "collectives": lambda trace: analyze.communication(trace).collectives.drop("bytes"),
+    "communication by device": lambda trace: analyze.communication(trace).devices,
+    "host time": lambda trace: (
+        analyze.host(trace).account.group_by("step", "phase", "activity").agg(pl.col("ns").sum())
+    ),
+    "operators": lambda trace: analyze.operators(trace).operators,
+    "modules": lambda trace: analyze.modules(trace).tree,
+    "data loading": lambda trace: analyze.data_loading(trace).steps,
+}  # fmt: skip
+_SIZES: dict[str, Callable[[Trace], pl.DataFrame]] = {
+    "bytes of collectives": lambda trace: analyze.communication(trace).collectives.select(
+        "kind", "group_size", "where", "bytes"
+    ),
+    "bytes of copies": lambda trace: trace.copies.group_by("kind").agg(pl.col("bytes").sum()),
+    "memory": lambda trace: analyze.memory(trace).devices,
+}
+
+_Node = tuple[int, int]  # rank and number of a node
+_UNSEEN = ("data-dependent", "no-meta-kernel")  # run all the same
+_MOST_ROUNDS = 64
+
+
+def settle(hosts: Sequence[InputFile], rules: Rules) -> str:
+    """Let those prime factors stay that the operators of host traces need.
+
+    Args:
+        hosts: The host traces.
+        rules: By which they are rewritten; the factors that stay are told to its shapes.
+
+    Returns:
+        Why nothing could be tried, so that all are rounded; else empty.
+    """
+    kept: frozenset[int] = frozenset()
+    if not hosts:
+        return "there is no host trace"
+    with processes.shared_folder() as folder:
+        try:
+            rules.shapes.keep_factors(None)
+            exact = _planned(hosts, rules, folder)
+            excused = set(_misfits(exact))  # for another reason than its size
+            for _ in range(_MOST_ROUNDS):
+                rules.shapes.keep_factors(kept)
+                misfits = _misfits(_planned(hosts, rules, folder)) - excused
+                if not misfits:
+                    break
+                more = {node: min(factors - kept, default=0) for node, factors in _odd_factors(exact, misfits)}
+                excused |= {node for node, factor in more.items() if not factor}
+                kept |= {factor for factor in more.values() if factor}
+        except TraceloomError as error:
+            rules.shapes.keep_factors(frozenset())
+            return error.message
+    return ""
+
+
+def proof(paths: Sequence[Path], reason: str) -> dict[str, Any]:
+    """What of rewritten traces runs again, as it stands in the report.
+
+    Args:
+        paths: Rewritten captures and files.
+        reason: Why nothing was tried; empty where it was.
+    """
+    from traceloom.workload.replay.dry_run import dry_run
+    from traceloom.workload.replay.planning import make_plan
+
+    ranks: Iterable[RankDryRun] = ()
+    if not reason:
+        try:
+            ranks = dry_run(make_plan(*paths, cache=False)).values()
+        except TraceloomError as error:
+            reason = error.message
+    shares = []
+    for rank in ranks:
+        left = [part for part in rank.left if part.reason not in _UNSEEN]
+        time = rank.duration_ns
+        shares.append(
+            {
+                "rank": rank.rank,
+                "operators": rank.ops,
+                "run": rank.ops - sum(part.count for part in left),
+                "other_shapes": sum(wrong.count for wrong in rank.wrong),
+                "duration_ns": time,
+                "run_ns": None if time is None else time - sum(part.duration_ns or 0 for part in left),
+                "left": [msgspec.to_builtins(part) for part in left],
+            }
+        )
+    return {"ranks": shares, "reason": reason or None}
+
+
+def _planned(hosts: Sequence[InputFile], rules: Rules, folder: Path) -> ReplayPlan:
+    """The plan of the host traces as the rules rewrite them now."""
+    from traceloom.workload.replay.planning import make_plan
+
+    targets = []
+    for host in hosts:
+        target = folder / host.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        HostRewriter(host.path, rules, Account(), HiddenShapes()).write(target)
+        targets.append(target)
+    return make_plan(*targets, cache=False)
+
+
+def _misfits(plan: ReplayPlan) -> set[_Node]:
+    """Nodes that refuse their arguments, give other shapes than recorded, or exchange other parts than they have."""
+    from traceloom.workload.replay.dry_run import dry_run
+
+    misfits = set()
+    for rank, outcome in dry_run(plan).items():
+        misfits |= {(rank, node) for node in (*outcome.refused, *(wrong.node for wrong in outcome.wrong))}
+        ops, shapes = plan.ranks[rank].ops, plan.ranks[rank].tensors["shape"]
+        for op, splits in plan.ranks[rank].collectives.select("op", "splits_in").iter_rows():
+            node, inputs = ops.select("node", "inputs").row(op)
+            if splits and inputs and sum(splits) not in {shapes[tensor][0] for tensor in inputs if len(shapes[tensor])}:
+                misfits.add((rank, node))
+    return {(rank, node) for rank, node in misfits if node is not None}
+
+
+def _odd_factors(plan: ReplayPlan, nodes: set[_Node]) -> Iterator[tuple[_Node, set[int]]]:
+    """The odd prime factors of all sizes of nodes; powers of two are never rounded."""
+    for rank, rank_plan in plan.ranks.items():
+        shapes, calls = rank_plan.tensors["shape"], rank_plan.calls["arguments"]
+        chosen = rank_plan.ops.filter(pl.col("node").is_in([node for of, node in nodes if of == rank]))
+        for row in chosen.iter_rows(named=True):
+            sizes = {size for tensor in (*row["inputs"], *row["outputs"]) if tensor is not None
+                     for size in shapes[tensor]}  # fmt: skip
+            if row["collective"] is not None:
+                sizes.update(*rank_plan.collectives.select("splits_in", "splits_out").row(row["collective"]))
+            if row["call"] is not None:
+                sizes |= set(_replayable_numbers(msgspec.json.decode(calls[row["call"]])))
+            factors = {factor for size in sizes if 2 < size < 1 << 48 for factor in prime_factors(size)}
+            yield (rank, row["node"]), factors - {2}
+
+
+def _replayable_numbers(value: Any) -> Iterator[int]:
+    """The whole numbers among arguments of a call."""
+    if isinstance(value, list):
+        for inner in value:
+            yield from _replayable_numbers(inner)
+    elif isinstance(value, int) and not isinstance(value, bool):
+        yield value

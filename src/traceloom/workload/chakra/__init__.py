@@ -1,0 +1,1 @@
+"""Chakra workloads: convert, generate, validate."""

@@ -1,0 +1,627 @@
+"""The files ASTRA-sim takes: nodes, communication, notices of every change.
+
+ASTRA-sim honours dependencies between ends and starts only, runs one CPU operation, one GPU operation and one
+communication of a rank at a time, and starts what is ready in the order of ids. So:
+- host nodes run together to units (see `units`), and with `gpu_only` their order is folded into dependencies;
+- what is left out passes on what it waited for (see `order`): nothing dangles, and no order is lost;
+- communication that it does not have becomes something that it has (see `communication`);
+- communication gets one order over all ranks, where nothing orders it: ranks in different orders hang silently.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+
+from traceloom.formats.chakra.et_pb2 import CollectiveCommType, NodeType
+from traceloom.formats.chakra.nodes import PLAIN, Pairs, PlainNodes, plain_metadata, write_plain
+from traceloom.graph import graph as gs
+from traceloom.graph.graph import Graph, Stage
+from traceloom.system import units as text
+from traceloom.trace.array_types import Bools, Ints
+from traceloom.trace.notice import Notice
+from traceloom.workload.chakra.astra_sim_order import Units, find_awaited_work, last_before, order_of_job, units_of
+
+_KNOWN = {
+    "all_reduce": CollectiveCommType.ALL_REDUCE,
+    "all_gather": CollectiveCommType.ALL_GATHER,
+    "reduce_scatter": CollectiveCommType.REDUCE_SCATTER,
+    "all_to_all": CollectiveCommType.ALL_TO_ALL,
+    "broadcast": CollectiveCommType.BROADCAST,
+    # ASTRA-sim replays a broadcast at its recorded duration: the only stand-in for operations it does not have.
+    "reduce": CollectiveCommType.BROADCAST,
+    "gather": CollectiveCommType.BROADCAST,
+    "scatter": CollectiveCommType.BROADCAST,
+    # What NCCL does for a barrier.
+    "barrier": CollectiveCommType.ALL_REDUCE,
+}
+REPLAYED = ("broadcast", "reduce", "gather", "scatter")
+_BARRIER_BYTES_PER_RANK = 8
+_MOST_TAG = 2**31 - 1
+
+# Why a communication is replayed by its rank alone, at its recorded duration.
+ALONE, UNKNOWN_KIND, UNKNOWN_SIZE, UNKNOWN_PEER = "alone", "unknown-kind", "unknown-size", "unknown-peer"
+
+
+@dataclass(frozen=True)
+class WrittenCommunication:
+    """What is written for each communication node.
+
+    Attributes:
+        rows: `node`, `kind`, `instance`, `type` (of the node to write), `comm_type`, `comm_size`, `pg_name`,
+            `comm_src`, `comm_dst`, `comm_tag`, `transfer_ns` (recorded duration once all had come), `met_ns` (when
+            that was), `why` (null, or why the rank replays it alone), `uneven` (sizes of the ranks differ),
+            `left_out` (peers that were not recorded).
+        by_order: How many collectives of a graph whose ranks were not joined were joined here, by their order.
+        groups: Members by name, ranks as they are numbered in the files.
+    """
+
+    rows: pl.DataFrame
+    by_order: int
+    groups: dict[str, list[int]]
+
+
+def communication_of(graph: Graph, numbers: dict[int, int]) -> WrittenCommunication:
+    """Map the communication of a graph.
+
+    Args:
+        graph: The joined graph.
+        numbers: Rank in the graph -> number of its file.
+    """
+    rows, by_order = _joined(_timed(graph, numbers))
+    together = pl.col("instance").is_not_null()
+    rows = rows.with_columns(
+        pl.when(together).then(pl.len().over("instance")).otherwise(1).alias("parts"),
+        pl.when(together)
+        .then(pl.col("number").sort().over("instance", mapping_strategy="join").cast(pl.List(pl.String)).list.join(","))
+        .alias("members"),
+        pl.when(together).then(pl.col("size").max().over("instance")).otherwise("size").alias("comm_size"),
+        (together & (pl.col("size").n_unique().over("instance") > 1)).alias("uneven"),
+    )
+    pair = pl.col("node_kind").is_in([gs.SEND, gs.RECEIVE])
+    barrier = pl.col("kind") == "barrier"
+    why = (
+        pl.when(pair & pl.col("peer_number").is_null())
+        .then(pl.lit(UNKNOWN_PEER))
+        .when(pair & (pl.col("comm_size").fill_null(0) <= 0))
+        .then(pl.lit(UNKNOWN_SIZE))
+        .when(pair)
+        .then(None)
+        .when(~pl.col("kind").fill_null("").is_in(list(_KNOWN)))
+        .then(pl.lit(UNKNOWN_KIND))
+        .when(pl.col("parts") < 2)
+        .then(pl.lit(ALONE))
+        .when((pl.col("comm_size").fill_null(0) <= 0) & ~barrier & ~pl.col("kind").is_in(REPLAYED))
+        .then(pl.lit(UNKNOWN_SIZE))
+    )
+    rows = rows.with_columns(why.alias("why")).with_columns(
+        pl.when(barrier).then(pl.col("parts") * _BARRIER_BYTES_PER_RANK).otherwise("comm_size").alias("comm_size")
+    )
+    fine = pl.col("why").is_null()
+    rows = rows.with_columns(
+        pl.when(fine).then("members").otherwise(pl.col("number").cast(pl.String)).alias("members"),
+        pl.when(fine).then("parts").otherwise(1).alias("parts"),
+    )
+    # Members, as text -> a number, in the order of their first operation; all ranks need none.
+    lone = pl.col("why").is_not_null() & (len(numbers) > 1)
+    sets = (
+        rows.filter(~(pair & fine) & ((pl.col("parts") < len(numbers)) | lone))
+        .sort("met_ns", "node")["members"]
+        .unique(maintain_order=True)
+    )
+    groups = {members: str(number) for number, members in enumerate(sets.drop_nulls(), start=1)}
+    members = {name: [int(member) for member in member_text.split(",")] for member_text, name in groups.items()}
+    return WrittenCommunication(_written(rows, groups), by_order, members)
+
+
+def _timed(graph: Graph, numbers: dict[int, int]) -> pl.DataFrame:
+    """The communication with its bytes, its own and its peer's number, and when all had come."""
+    nodes = graph.nodes.select(
+        "node",
+        pl.col("kind").cast(pl.String).alias("node_kind"),
+        "bytes",
+        pl.col("rank").cast(pl.Int64),
+        "start_ns",
+        (pl.col("start_ns") + pl.col("duration_ns")).alias("end_ns"),
+    )
+    meeting = nodes.filter(pl.col("node_kind") == gs.RENDEZVOUS).select(meeting="node", met="start_ns")
+    into = graph.edges.filter(pl.col("to_end")).select(meeting="source", node="target")
+    met = into.join(meeting, on="meeting").group_by("node").agg(pl.col("met").max())
+    rows = (
+        graph.communication.select(
+            "node", "instance", "kind", "group", "group_size", "in_bytes", "out_bytes", "peer", "tag"
+        )
+        .join(nodes, on="node", how="left", maintain_order="left")
+        .join(met, on="node", how="left", maintain_order="left")
+    )
+    number = {"old": list(numbers), "new": list(numbers.values())}
+    renamed = pl.DataFrame(number, schema={"old": pl.Int64, "new": pl.Int64})
+    # Bytes with ASTRA-sim's meaning: what a rank puts in, of all_gather its own part.
+    kind, out, ranks = pl.col("kind"), pl.col("out_bytes"), pl.col("group_size").cast(pl.Int64)
+    scaled = pl.when(kind == "all_gather").then(out // ranks).when(kind == "reduce_scatter").then(out * ranks)
+    from_out = scaled.otherwise(out)
+    put_in = pl.when(pl.col("node_kind") == gs.RECEIVE).then(None).otherwise("in_bytes")
+    size = pl.coalesce(pl.when(put_in > 0).then(put_in), pl.when(from_out > 0).then(from_out), "bytes")
+    begun = pl.max_horizontal("start_ns", pl.min_horizontal(pl.col("met"), "end_ns"))
+    return (
+        rows.with_columns(pl.col("peer").cast(pl.Int64))
+        .join(renamed.rename({"old": "rank", "new": "number"}), on="rank", how="left", maintain_order="left")
+        .join(renamed.rename({"old": "peer", "new": "peer_number"}), on="peer", how="left", maintain_order="left")
+        .with_columns(begun.alias("met_ns"), (pl.col("end_ns") - begun).alias("transfer_ns"), size.alias("size"))
+    )
+
+
+def _joined(rows: pl.DataFrame) -> tuple[pl.DataFrame, int]:
+    """Joins the k-th collectives of a group across ranks, in graphs of several ranks where nothing is joined.
+
+    Such graphs are read from files of other writers. Groups whose ranks differ in number or kinds stay as they are.
+    """
+    collective = rows.filter(~pl.col("node_kind").is_in([gs.SEND, gs.RECEIVE]) & pl.col("kind").is_not_null())
+    if rows["instance"].count() or collective["rank"].n_unique() < 2:
+        return rows, 0
+    turn = (
+        collective.sort("start_ns", "node")
+        .with_columns(pl.col("group").fill_null("").alias("name"))
+        .with_columns(pl.int_range(pl.len()).over("name", "rank").alias("turn"))
+        .with_columns(
+            pl.len().over("name", "turn").alias("came"),
+            pl.col("rank").n_unique().over("name").alias("members"),
+            pl.col("kind").n_unique().over("name", "turn").alias("kinds"),
+        )
+        .filter(((pl.col("came") == pl.col("members")) & (pl.col("kinds") == 1)).all().over("name"))
+        .filter(pl.col("members") > 1)
+        .with_columns(
+            pl.struct("name", "turn").rank("dense").cast(pl.Int64).alias("order"),
+            pl.col("start_ns").max().over("name", "turn").alias("last"),
+        )
+    )
+    joined = rows.join(turn.select("node", "order", "last"), on="node", how="left", maintain_order="left")
+    numbered = joined.with_columns(
+        pl.coalesce("instance", "order").alias("instance"), pl.coalesce("last", "met_ns").alias("met_ns")
+    )
+    return numbered.drop("order", "last"), turn["order"].n_unique()
+
+
+def _written(rows: pl.DataFrame, groups: dict[str, str]) -> pl.DataFrame:
+    """The attributes of the nodes."""
+    send, receive = pl.col("node_kind") == gs.SEND, pl.col("node_kind") == gs.RECEIVE
+    fine = pl.col("why").is_null()
+    names = pl.DataFrame(
+        {"members": list(groups), "pg_name": list(groups.values())},
+        schema={"members": pl.String, "pg_name": pl.String},
+    )
+    pair = fine & (send | receive)
+    tag = pl.when(pl.col("tag").is_between(0, _MOST_TAG)).then("tag").otherwise(0)
+    numbers = {name: int(number) for name, number in _KNOWN.items()}
+    comm_type = pl.col("kind").replace_strict(numbers, default=None, return_dtype=pl.Int64)
+    return rows.join(names, on="members", how="left", maintain_order="left").select(
+        "node",
+        "kind",
+        "instance",
+        "why",
+        "met_ns",
+        "transfer_ns",
+        (fine & pl.col("uneven")).alias("uneven"),
+        (fine & ~pair & (pl.col("group_size").fill_null(0) > pl.col("parts"))).alias("left_out"),
+        pl.when(fine & send)
+        .then(int(NodeType.COMM_SEND_NODE))
+        .when(fine & receive)
+        .then(int(NodeType.COMM_RECV_NODE))
+        .otherwise(int(NodeType.COMM_COLL_NODE))
+        .alias("type"),
+        pl.when(~pair)
+        .then(pl.when(fine).then(comm_type).otherwise(int(CollectiveCommType.BROADCAST)))
+        .alias("comm_type"),
+        pl.max_horizontal(pl.col("comm_size").fill_null(1), 1).alias("comm_size"),
+        pl.when(~pair).then("pg_name").alias("pg_name"),
+        pl.when(pair).then(pl.when(send).then("number").otherwise("peer_number")).alias("comm_src"),
+        pl.when(pair).then(pl.when(send).then("peer_number").otherwise("number")).alias("comm_dst"),
+        pl.when(pair).then(tag).alias("comm_tag"),
+    )
+
+
+_WHY = {
+    ALONE: "met no other recorded rank",
+    UNKNOWN_KIND: "are of a kind that is not known",
+    UNKNOWN_SIZE: "have no known size",
+    UNKNOWN_PEER: "have an other end that is not known or was not recorded",
+}
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What a conversion did.
+
+    Attributes:
+        graph: What was converted.
+        frame: All units.
+        kept: Which of them are nodes now.
+        leading: Which of them belong to threads that lead to work.
+        queued: Dependencies between work that overlapped on one stream.
+        loose: Dependencies for one order of communication that would have closed a circle.
+        by_order: Collectives that were joined by nothing but their order.
+        delays: Nodes that stand for times without GPU work.
+    """
+
+    graph: Graph
+    frame: pl.DataFrame
+    kept: Bools
+    leading: Bools
+    queued: int
+    loose: int
+    by_order: int
+    delays: pl.DataFrame
+
+
+def notices_of(changes: Changes, ranks: list[int], empty: list[int], added: int, *, gpu_only: bool) -> Iterator[Notice]:
+    """The notices of a conversion.
+
+    Args:
+        changes: What was done.
+        ranks: The ranks in the graph.
+        empty: Those whose file has no nodes.
+        added: How many dependencies were added.
+        gpu_only: Whether host work was left out.
+    """
+    if count := changes.by_order:
+        message = f"{count} collectives are joined over ranks by their order in their group: the files say no more"
+        yield Notice("target-joined-by-order", "info", message, count)
+    frame = changes.frame
+    for why, words in _WHY.items():
+        count = frame.filter(pl.col("why") == why).height
+        if count:
+            message = f"{count} communications {words}: their rank replays each alone, at its recorded duration"
+            yield Notice("target-lone-communication", "warning", message, count)
+    fine = frame.filter(pl.col("why").is_null() & pl.col("comm_type").is_not_null())
+    replayed = fine.filter(pl.col("kind_of").is_in(REPLAYED))
+    if replayed.height:
+        kinds = ", ".join(sorted(replayed["kind_of"].unique()))
+        message = (
+            f"{replayed.height} collectives ({kinds}) are broadcasts, which ASTRA-sim replays at their recorded "
+            "duration, whatever the network"
+        )
+        yield Notice("target-replayed-communication", "warning", message, replayed.height)
+    barriers = fine.filter(pl.col("kind_of") == "barrier").height
+    if barriers:
+        yield Notice("target-barriers", "info", f"{barriers} barriers are all-reduces of 8 bytes per rank", barriers)
+    uneven = fine.filter("uneven").height
+    if uneven:
+        message = f"{uneven} collectives have other sizes on other ranks; ASTRA-sim gets the largest"
+        yield Notice("target-uneven-sizes", "warning", message, uneven)
+    left_out = fine.filter("left_out").height
+    if left_out:
+        message = f"{left_out} collectives had members that were not recorded; they take place without them"
+        yield Notice("target-missing-members", "warning", message, left_out)
+    copies = frame.filter(pl.col("kind").is_in(["copy", "fill"]))
+    if copies.height:
+        total = text.duration(int((copies["end_ns"] - copies["start_ns"]).sum()))
+        message = f"{copies.height} copies and fills ({total}) are GPU computation of their recorded duration"
+        yield Notice("target-copies", "info", message, copies.height)
+    yield from _about_host(changes, gpu_only=gpu_only)
+    if changes.queued:
+        message = f"{changes.queued} pieces of GPU work that overlapped on one stream run one after the other"
+        yield Notice("target-overlap", "info", message, changes.queued)
+    if added:
+        message = (
+            f"{added} dependencies only give an order that ASTRA-sim needs; `simulation_deps` of a node lists them"
+        )
+        yield Notice("target-added-order", "info", message, added)
+    if changes.loose:
+        message = "the communication could not be put into one order on all ranks: ASTRA-sim may hang"
+        yield Notice("target-no-order", "warning", message, changes.loose)
+    if ranks != list(range(len(ranks))):
+        message = f"the recorded ranks {', '.join(map(str, ranks[:8]))} are numbered from 0"
+        yield Notice("target-renumbered-ranks", "warning", message, len(ranks))
+    if len(ranks) == 1:
+        yield Notice("target-one-rank", "warning", "there is one rank alone: ASTRA-sim simulates two or more", 1)
+    if empty:
+        why = (
+            "no GPU work was recorded, and that of the host was left out"
+            if gpu_only
+            else "no GPU work waits for what it does"
+        )
+        message = f"the file of rank {empty[0]} has no nodes, which ASTRA-sim refuses: {why}"
+        yield Notice("target-no-nodes", "warning", message, len(empty))
+    edges = changes.graph.edges
+    delay = edges.filter(pl.col("kind").is_in(["launch", "synchronize", "stream", "wait", "cross-thread"]))
+    lost_ns = int((delay["delay_ns"].clip(lower_bound=0) + delay["residual_ns"]).sum())
+    if lost_ns:
+        message = (
+            f"delays between nodes (of launches, wake-ups, streams) have no place: {text.duration(lost_ns)} in all"
+        )
+        yield Notice("target-dropped-delays", "info", message, delay.height)
+
+
+def _about_host(changes: Changes, *, gpu_only: bool) -> Iterator[Notice]:
+    on_host = changes.frame["on_host"].to_numpy()
+    members, work = changes.frame["members"].to_numpy(), changes.frame["work_ns"].to_numpy()
+    hosts, nodes = int(members[on_host].sum()), int((on_host & changes.kept).sum())
+    if gpu_only:
+        if hosts:
+            message = (
+                f"{hosts} host nodes are folded into dependencies; where the GPU had nothing to do, a node `host` "
+                "stands for that time, which a faster GPU or network does not change"
+            )
+            yield Notice("target-folded-host", "info", message, hosts)
+        return
+    if changes.delays.height:
+        total = text.duration(int(changes.delays["duration_us"].sum()) * 1000)
+        message = (
+            f"{changes.delays.height} nodes `unexplained` ({total}) stand for times without GPU work that neither the "
+            "host nor anything else in the trace explains"
+        )
+        yield Notice("target-unexplained", "warning", message, changes.delays.height)
+    if hosts:
+        yield Notice("target-merged-host", "info", f"{hosts} host nodes run together to {nodes}", hosts - nodes)
+    idle = on_host & ~changes.leading
+    if idle.any():
+        lanes = changes.frame.filter(pl.Series(idle))["lane"].n_unique()
+        message = f"{lanes} threads that no GPU work waits for are left out ({text.duration(int(work[idle].sum()))})"
+        yield Notice("target-left-out-threads", "info", message, lanes)
+    # How long threads of a rank worked at the same time, ns over all ranks.
+    spans = changes.frame.filter(pl.Series(on_host & changes.kept)).select(
+        "rank", "start_ns", (pl.col("start_ns") + pl.col("work_ns")).alias("to")
+    )
+    free = pl.col("to").cum_max().shift(1).over("rank").fill_null(-(2**62))
+    both = (pl.min_horizontal("to", free) - pl.col("start_ns")).clip(lower_bound=0)
+    overlap = int(spans.sort("rank", "start_ns").select(both.sum()).item())
+    if overlap:
+        message = (
+            "ASTRA-sim runs one host operation of a rank at a time: "
+            f"{text.duration(overlap)} that threads worked side by side runs one after the other"
+        )
+        yield Notice("target-one-thread", "warning", message)
+
+
+_IN_TURN = (int(NodeType.COMM_COLL_NODE), int(NodeType.COMM_SEND_NODE))  # one of them at a time
+_US = 1000
+_LEAST_UNEXPLAINED_NS = 10_000  # shorter ones are left to the notice about delays
+
+
+@dataclass(frozen=True)
+class _Nodes:
+    """The nodes of all files, and pairs (target, source) of row numbers."""
+
+    frame: pl.DataFrame
+    pairs: Ints
+    added: Ints
+
+
+def lay_out(
+    graph: Graph, ranks: list[int], *, gpu_only: bool
+) -> tuple[list[PlainNodes], dict[str, list[int]], list[Notice]]:
+    """The nodes of every rank's file, the groups, and what was changed."""
+    units = units_of(graph)
+    communication = communication_of(graph, {rank: number for number, rank in enumerate(ranks)})
+    frame = units.frame.join(communication.rows, on="node", how="left", maintain_order="left", suffix="_of")
+    # Whole microseconds: what a chain of nodes loses in one, the next one gets.
+    total = pl.col("work_ns").cum_sum().over("lane")
+    chain = total // _US - (total - pl.col("work_ns")) // _US
+    transfers = pl.col("transfer_ns").is_not_null() & ~pl.col("on_host")
+    frame = frame.with_columns(
+        pl.when(transfers).then((pl.col("transfer_ns") + _US // 2) // _US).otherwise(chain).alias("duration_us"),
+        pl.col("type").fill_null(int(NodeType.COMP_NODE)),
+    )
+    leading = _leads_to_work(units, frame)
+    works = ~frame["on_host"].to_numpy()
+    kept = works | ((frame["duration_us"].to_numpy() > 0) & leading & (not gpu_only))
+    waits = find_awaited_work(units, kept)
+    pairs = np.stack([waits.target, waits.source], axis=1)
+    nodes = _Nodes(frame, pairs, np.zeros((0, 2), np.int64))
+    begin = int(graph.nodes["start_ns"].min() or 0)  # type: ignore[arg-type]
+    # Long times before GPU work that nothing explains, of each node: traces without host events have them, and devices
+    # that were busy with something else before the window.
+    from_origin = pl.when(pl.col("kind") == "origin").then("delay_ns").otherwise(0)
+    late = graph.edges.filter(~pl.col("to_end")).select("target", (pl.col("residual_ns") + from_origin).alias("late"))
+    late = late.filter(pl.col("late") >= _LEAST_UNEXPLAINED_NS)
+    unexplained = late.group_by(pl.col("target").alias("node")).agg(pl.col("late").max().alias("residual_ns"))
+    nodes, kept = _with_delays(nodes, kept, begin, None if gpu_only else unexplained)
+    delays = nodes.frame[frame.height :]
+    if not gpu_only:
+        nodes, kept = _with_starts(nodes, kept, begin)
+    # The communication of every rank in one order, so that all ranks agree; what waits in a circle fits none.
+    position = order_of_job(nodes.frame, nodes.pairs)
+    in_turn = nodes.frame["type"].is_in(_IN_TURN)
+    turn = nodes.frame.with_columns(pl.Series("place", position)).with_row_index("row").filter(in_turn)
+    loose = turn.filter(pl.col("place") < 0).height
+    rows = (
+        turn.filter(pl.col("place") >= 0)
+        .sort("rank", "place", "row")
+        .select(pl.col("row").cast(pl.Int64), pl.col("row").shift(1).over("rank").cast(pl.Int64).alias("before"))
+        .drop_nulls()
+        .to_numpy()
+    )
+    last = last_before(position, in_turn.to_numpy(), nodes.pairs)
+    added = rows[last[rows[:, 0]] < position[rows[:, 1]]]  # else a path leads there already
+    nodes = _Nodes(nodes.frame, np.concatenate([nodes.pairs, added]), np.concatenate([nodes.added, added]))
+    files = [_file(nodes, kept, rank) for rank in ranks]
+    changes = Changes(
+        graph, frame, kept[: frame.height], leading, int(waits.queued.sum()), loose, communication.by_order, delays
+    )
+    empty = [rank for rank, file in zip(ranks, files, strict=True) if not file.nodes.height]
+    return files, communication.groups, list(notices_of(changes, ranks, empty, len(nodes.added), gpu_only=gpu_only))
+
+
+def _leads_to_work(units: Units, frame: pl.DataFrame) -> Bools:
+    """Units of threads that GPU work or communication waits for, over other threads too; all where there is none."""
+    lane = frame["lane"].fill_null(2**31).cast(pl.Int64).to_numpy()
+    works = ~frame["on_host"].to_numpy()
+    if not works.any():
+        return np.ones(frame.height, np.bool_)
+    between = np.unique(np.stack([lane[units.source], lane[units.target]], axis=1), axis=0)
+    reached = set(lane[works].tolist())
+    before: dict[int, list[int]] = {}
+    for source, target in between.tolist():
+        before.setdefault(target, []).append(source)
+    ahead = list(reached)
+    while ahead:
+        for source in before.get(ahead.pop(), []):
+            if source not in reached:
+                reached.add(source)
+                ahead.append(source)
+    return np.isin(lane, list(reached))
+
+
+def _with_starts(nodes: _Nodes, kept: Bools, begin: int) -> tuple[_Nodes, Bools]:
+    """With a node before everything else of each rank that began later than the first: ASTRA-sim starts all at 0."""
+    chosen = nodes.frame.with_row_index("row").filter(pl.Series(kept))
+    begins = chosen.group_by("rank").agg(pl.col("start_ns").min()).sort("rank")
+    starts = begins.select(
+        pl.lit("start").alias("name"),
+        "rank",
+        pl.lit(begin, dtype=pl.Int64).alias("start_ns"),
+        pl.col("start_ns").alias("end_ns"),
+        pl.lit(value=True).alias("on_host"),
+        ((pl.col("start_ns") - begin) // _US).alias("duration_us"),
+        pl.lit(int(NodeType.COMP_NODE), dtype=nodes.frame.schema["type"]).alias("type"),
+    ).filter(pl.col("duration_us") > 0)
+    first = nodes.frame.height
+    roots = np.setdiff1d(chosen["row"].to_numpy(), nodes.pairs[:, 0])
+    of_rank = pl.DataFrame({"rank": starts["rank"], "start": np.arange(starts.height) + first})
+    added = (
+        pl.DataFrame({"row": roots, "rank": nodes.frame["rank"].gather(roots)})
+        .join(of_rank, on="rank", maintain_order="left")
+        .select(pl.col("row").cast(pl.Int64), "start")
+        .to_numpy()
+    )
+    frame = pl.concat([nodes.frame, starts], how="diagonal_relaxed")
+    everything = np.concatenate([kept, np.ones(starts.height, np.bool_)])
+    return _Nodes(frame, np.concatenate([nodes.pairs, added]), np.concatenate([nodes.added, added])), everything
+
+
+def _with_delays(nodes: _Nodes, kept: Bools, begin: int, unexplained: pl.DataFrame | None) -> tuple[_Nodes, Bools]:
+    """With a node for times in which a rank's GPU had nothing to do, before the work that ended them.
+
+    It waits for what that work waits for, and for the work that ended last before it.
+
+    Args:
+        nodes: The nodes so far.
+        kept: Which of them are kept.
+        begin: Start of the job, ns: who begins later, does so here too.
+        unexplained: `node`, `residual_ns`: where host work is there, only this much of such a time is a node: what
+            neither the host nor anything else explains. None where host work is left out: then all of it is.
+    """
+    work = (
+        nodes.frame.with_row_index("row")
+        .filter(pl.Series(kept) & ~pl.col("on_host"))
+        .sort("rank", "start_ns", "row")
+        .with_columns(pl.col("end_ns").cum_max().shift(1).over("rank").alias("free"))
+        .with_columns((pl.col("start_ns") - pl.col("free").fill_null(begin)).clip(lower_bound=0).alias("gap"))
+    )
+    if unexplained is not None:
+        work = work.join(unexplained, on="node", how="left", maintain_order="left").with_columns(
+            pl.min_horizontal("gap", pl.col("residual_ns").fill_null(0)).alias("gap")
+        )
+    total = pl.col("gap").cum_sum().over("rank")
+    work = work.with_columns((total // _US - (total - pl.col("gap")) // _US).alias("gap_us"))
+    delayed = work.filter(pl.col("gap_us") > 0)
+    delays = delayed.select(
+        pl.lit("host" if unexplained is None else "unexplained").alias("name"),
+        pl.col("rank"),
+        (pl.col("start_ns") - pl.col("gap")).alias("start_ns"),
+        pl.col("start_ns").alias("end_ns"),
+        pl.lit(False).alias("on_host"),
+        pl.col("gap_us").alias("duration_us"),
+        pl.lit(int(NodeType.COMP_NODE), dtype=pl.Int64).alias("type"),
+    )
+    first = nodes.frame.height
+    frame = pl.concat([nodes.frame, delays.cast({"type": nodes.frame.schema["type"]})], how="diagonal_relaxed")
+    rows, new = delayed["row"].to_numpy().astype(np.int64), np.arange(delayed.height) + first
+    delay_of = np.full(frame.height, -1, np.int64)
+    delay_of[rows] = new
+    target, source = nodes.pairs[:, 0], nodes.pairs[:, 1]
+    moved = np.stack([np.where(delay_of[target] >= 0, delay_of[target], target), source], axis=1)
+    # The row of the work that ended last, of all that started before on the same rank.
+    record = pl.when(pl.col("end_ns") > pl.col("free").fill_null(-(2**62))).then("row").forward_fill().over("rank")
+    work = work.with_columns(record.alias("record")).with_columns(pl.col("record").shift(1).over("rank").alias("last"))
+    last = work.filter(pl.col("gap_us") > 0)["last"]
+    added = np.stack([new, last.fill_null(-1).to_numpy()], axis=1)
+    added = added[added[:, 1] >= 0]
+    if len(added):  # only pairs that are not there already
+        width = 1 + max(int(added.max()), int(moved.max(initial=0)))
+        added = added[~np.isin(added[:, 0] * width + added[:, 1], moved[:, 0] * width + moved[:, 1])]
+    pairs = np.concatenate([moved, np.stack([rows, new], axis=1), added])
+    return _Nodes(frame, pairs, added), np.concatenate([kept, np.ones(len(new), np.bool_)])
+
+
+def _file(nodes: _Nodes, kept: Bools, rank: int) -> PlainNodes:
+    """The nodes of one rank, numbered from 1 in the order of their starts."""
+    of_rank = kept & (nodes.frame["rank"] == rank).fill_null(value=False).to_numpy()
+    rows = np.flatnonzero(of_rank)
+    rows = rows[np.argsort(nodes.frame["start_ns"].to_numpy()[rows], kind="stable")]
+    row_in_file = np.full(nodes.frame.height, -1, np.int64)
+    row_in_file[rows] = np.arange(len(rows))
+    chosen = nodes.frame[rows]
+    moves = pl.col("kind").is_in(["copy", "fill"])
+    plain = chosen.with_columns(
+        pl.Series("id", np.arange(1, len(rows) + 1)),
+        pl.col("name").fill_null(""),
+        (pl.col("on_host") & (pl.col("type") == int(NodeType.COMP_NODE))).alias("is_cpu_op"),
+        pl.lit(None, dtype=pl.Int64).alias("num_ops"),
+        pl.when(moves).then("bytes").alias("tensor_size"),
+        pl.col("duration_us").clip(lower_bound=0),
+    ).select(list(PLAIN))
+    dependencies = []
+    for pairs in (nodes.pairs, nodes.added):
+        row, awaited_row = row_in_file[pairs[:, 0]], row_in_file[pairs[:, 1]]
+        in_file = (row >= 0) & (awaited_row >= 0)
+        row, awaited_row = row[in_file], awaited_row[in_file]
+        order = np.lexsort((awaited_row, row))
+        dependencies.append(Pairs(row[order], awaited_row[order] + 1))
+    return PlainNodes(plain.cast(PLAIN), *dependencies)
+
+
+SCHEMA = "traceloom-astra-sim"
+
+
+@dataclass(frozen=True)
+class AstraSim:
+    """What is written for ASTRA-sim.
+
+    Attributes:
+        ranks: The rank in the graph of each file, by the file's number.
+        files: The nodes of each file.
+        groups: Members of the groups that are not all ranks, by number.
+        notices: What was changed or left out, counted.
+        stage: Which of Chakra's kinds of graph it was made of.
+    """
+
+    ranks: tuple[int, ...]
+    files: tuple[PlainNodes, ...]
+    groups: dict[str, list[int]]
+    notices: tuple[Notice, ...]
+    stage: Stage = "profiled"
+
+    def write(self, directory: str | Path, *, force: bool = False) -> list[Path]:
+        """Write all files, or nothing.
+
+        Raises:
+            OutputError: `file-exists`, `cannot-write`.
+        """
+        notices = json.dumps([notice.to_dict() for notice in self.notices])
+        parts = [
+            (plain_metadata(SCHEMA, {"recorded_rank": rank, "stage": self.stage, "notices": notices}), nodes)
+            for rank, nodes in zip(self.ranks, self.files, strict=True)
+        ]
+        return write_plain(Path(directory), parts, self.groups, force=force)
+
+
+def to_astra_sim(graph: Graph, *, gpu_only: bool = False) -> AstraSim:
+    """What ASTRA-sim needs of a graph.
+
+    Args:
+        graph: A calibrated graph.
+        gpu_only: Leave out the work of the host. Its order goes into dependencies; where the GPU had nothing to do, a
+            GPU node of that length stands for the host's time.
+    """
+    ranks = sorted({int(rank) for rank in graph.nodes["rank"].drop_nulls().unique()})
+    files, groups, notices = lay_out(graph, ranks, gpu_only=gpu_only)
+    return AstraSim(tuple(ranks), tuple(files), groups, tuple(notices), graph.stage)
+
+
+__all__: Sequence[str] = ("SCHEMA", "AstraSim", "to_astra_sim")

@@ -1,0 +1,296 @@
+"""Host work merged into units, and the order of all ranks.
+
+The nodes of a host thread follow each other without gaps. A run of them becomes one unit, cut wherever something else
+holds on to it: before a node from whose start work is launched, or that waits for another thread; behind a node for
+which others wait, or that waits for GPU work.
+
+What a unit waits for when some units are left out: of every chain, the last kept unit that must have ended.
+
+Threads and streams are queues: who waits for the k-th unit waits for all before it. Elsewhere units that wait for each
+other one after the other make chains, with the same property. So the units that must have ended before a point are one
+per chain, and a point with one predecessor shares what that one knows.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from traceloom.errors import InvariantError
+from traceloom.formats.chakra.et_pb2 import NodeType
+from traceloom.graph import graph as gs
+from traceloom.graph.graph import Graph, topological_order
+from traceloom.trace.array_types import Bools, Ints
+
+HOST_KINDS = (gs.HOST, gs.THINK, gs.WAIT, gs.LAUNCH, gs.BLOCK)
+_NOWHERE = (gs.ORIGIN, gs.RENDEZVOUS, gs.ARRIVAL)
+
+
+@dataclass(frozen=True)
+class Units:
+    """The units of a graph, and what they wait for.
+
+    Attributes:
+        frame: `unit` (row number), `node` (the first one), `name`, `rank`, `lane`, `position` (place on its lane),
+            `on_host`, `start_ns`, `end_ns`, `work_ns` (what it takes when nothing is awaited), `members` (nodes in it).
+            Sorted by lane and time.
+        source: Unit that is waited for, per edge.
+        target: Unit that waits.
+        from_end: Whether the edge holds from the end of its source (else from its start).
+        to_end: Whether it holds back the end of its target (else its start).
+        queues: Lanes whose units follow each other because the thread or the stream says so. Files of other writers
+            say nothing of that: there, nodes on one lane may come in any order.
+    """
+
+    frame: pl.DataFrame
+    source: Ints
+    target: Ints
+    from_end: Bools
+    to_end: Bools
+    queues: Ints
+
+
+def units_of(graph: Graph) -> Units:
+    """The units of a calibrated graph, of all its ranks; edges between ranks are left to the simulator."""
+    nodes = graph.nodes.filter(~pl.col("kind").is_in(_NOWHERE)).sort("lane", "start_ns", "node", nulls_last=True)
+    row_of_node = np.full(graph.nodes.height, -1, dtype=np.int64)
+    row_of_node[nodes["node"].to_numpy()] = np.arange(nodes.height)
+    edges = graph.edges.select(
+        pl.Series("source", row_of_node[graph.edges["source"].to_numpy()]),
+        pl.Series("target", row_of_node[graph.edges["target"].to_numpy()]),
+        "kind",
+        "from_end",
+        "to_end",
+    )
+    rank = nodes["rank"].to_numpy()
+    source, target = edges["source"].to_numpy(), edges["target"].to_numpy()
+    within_rank = (source >= 0) & (target >= 0) & (source != target)
+    within_rank[within_rank] = rank[source[within_rank]] == rank[target[within_rank]]
+    edges = edges.filter(pl.Series(within_rank))
+    source, target = edges["source"].to_numpy(), edges["target"].to_numpy()
+    from_end, to_end = edges["from_end"].to_numpy(), edges["to_end"].to_numpy()
+    # Whether a unit begins with each node (by its place).
+    at_host = nodes["kind"].is_in(HOST_KINDS).to_numpy()
+    lane = nodes["lane"].fill_null(-1).cast(pl.Int64).to_numpy()
+    begins = ~at_host
+    begins[:1] = True
+    begins[1:] |= (lane[1:] != lane[:-1]) | ~at_host[:-1]
+    begins |= (nodes["kind"] == gs.WAIT).to_numpy()  # alone, so that the work of a unit lies where the unit does
+    # Only what holds from an end to the start of the next node on the lane is inside a unit.
+    inner = from_end & ~to_end & (target == source + 1)
+    begins[target[~inner & ~to_end]] = True
+    begins[source[~inner & ~from_end]] = True
+    ends = np.concatenate([target[~inner & to_end], source[~inner & from_end]])
+    begins[ends[ends + 1 < len(begins)] + 1] = True
+    unit = np.cumsum(begins) - 1
+    on_host = pl.col("kind").is_in(HOST_KINDS)
+    waits = pl.col("kind") == gs.WAIT
+    # A thread that waits does nothing itself; GPU work takes what it took.
+    work = pl.when(waits).then(0).when(on_host).then(pl.col("work_ns") + pl.col("residual_ns")).otherwise("duration_ns")
+    heaviest = pl.col("name").get(pl.col("work").arg_max())
+    more = pl.col("name").n_unique() - 1
+    frame = (
+        nodes.with_columns(
+            pl.Series("unit", unit), work.alias("work"), on_host.alias("on_host"), pl.col("rank").cast(pl.Int64)
+        )
+        .group_by("unit", maintain_order=True)
+        .agg(
+            pl.col("node").first(),
+            pl.when(more > 0).then(pl.format("{} and {} more", heaviest, more)).otherwise(heaviest).alias("name"),
+            pl.col("rank", "lane", "kind", "on_host", "start_ns").first(),
+            (pl.col("start_ns") + pl.col("duration_ns")).max().alias("end_ns"),
+            pl.col("work").sum().alias("work_ns"),
+            pl.col("bytes").first(),
+            pl.len().alias("members"),
+        )
+        .with_columns(pl.int_range(pl.len()).over("lane").alias("position"))
+    )
+    source, target = unit[source], unit[target]
+    other = source != target
+    follows = edges["kind"].is_in(["thread", "stream"]) | ((edges["kind"] == "call") & edges["from_end"])
+    queues = np.unique(lane[edges["target"].to_numpy()][follows.to_numpy()])
+    return Units(frame, source[other], target[other], from_end[other], to_end[other], queues)
+
+
+_Latest = dict[int, int]  # chain -> place in the order, of its last unit that must have ended
+_NOTHING: _Latest = {}
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitedUnits:
+    """Pairs of kept units: `target` (ascending) starts after the end of `source`; no pair twice.
+
+    Attributes:
+        target: Unit.
+        source: Unit.
+        queued: Whether nothing but the queue of its lane says so, where the measured work overlapped.
+        order: All units in an order in which each comes after what it waits for.
+    """
+
+    target: Ints
+    source: Ints
+    queued: Bools
+    order: Ints
+
+
+def find_awaited_work(units: Units, kept: Bools) -> AwaitedUnits:
+    """The dependencies between kept units, including those that pass through dropped units.
+
+    Args:
+        units: All units.
+        kept: Which of them become nodes.
+    """
+    count = units.frame.height
+    lane = units.frame["lane"].fill_null(-1).cast(int).to_numpy()
+    same = np.flatnonzero((lane[1:] == lane[:-1]) & np.isin(lane[1:], units.queues))
+    source = np.concatenate([units.source * 2 + units.from_end, same * 2 + 1])
+    target = np.concatenate([units.target * 2 + units.to_end, same * 2 + 2])
+    try:
+        order = topological_order(count, source, target)
+    except InvariantError:  # the queue of a lane would close a circle: the queues give way
+        source, target = source[: len(units.source)], target[: len(units.source)]
+        order = topological_order(count, source, target)
+    position = np.empty(2 * count, np.int64)
+    position[order] = np.arange(2 * count)
+    position = position[0::2]  # of the starts: later in a chain is later in the order
+    queue_of = np.where(np.isin(lane, units.queues), lane, -1)
+    chain = _chains(order, source, target, kept, queue_of)
+    # For every unit and each chain: the last kept unit that must have ended before the unit starts.
+    positions, is_kept = position.tolist(), kept.tolist()
+    by_target = np.argsort(target, kind="stable")
+    before = source[by_target].tolist()
+    first = np.searchsorted(target[by_target], np.arange(2 * count + 1)).tolist()
+    points: list[_Latest] = [_NOTHING] * (2 * count)
+    for point in order.tolist():
+        unit = point >> 1
+        by_chain = points[point - 1] if point & 1 else _NOTHING
+        if point & 1 and is_kept[unit]:
+            by_chain = {chain[unit]: positions[unit]}
+        for other in before[first[point] : first[point + 1]]:
+            by_chain = _later(by_chain, points[other])
+        points[point] = by_chain
+    latest = [points[2 * unit] if is_kept[unit] else _NOTHING for unit in range(count)]
+    unit_at = np.empty(2 * count, np.int64)
+    unit_at[position] = np.arange(count)
+    pairs_target = np.repeat(np.arange(count), [len(by_chain) for by_chain in latest])
+    pairs_source = unit_at[
+        np.fromiter((at for by_chain in latest for at in by_chain.values()), np.int64, len(pairs_target))
+    ]
+    overlap = units.frame["end_ns"].to_numpy()[pairs_source] > units.frame["start_ns"].to_numpy()[pairs_target]
+    queued = overlap & (lane[pairs_source] == lane[pairs_target]) & np.isin(lane[pairs_target], units.queues)
+    return AwaitedUnits(pairs_target, pairs_source, queued, order[order % 2 == 0] // 2)
+
+
+def _chains(order: Ints, source: Ints, target: Ints, kept: Bools, queue_of: Ints) -> list[int]:
+    """A chain for every unit: its queue; elsewhere that of a unit that it directly waits for, if that is its end.
+
+    Args:
+        order: All points in topological order.
+        source: Point that is waited for, per edge.
+        target: Point that waits.
+        kept: Which units are kept.
+        queue_of: The lane of units on queues, -1 elsewhere.
+    """
+    direct = (source & 1).astype(bool) & ~(target & 1).astype(bool) & kept[source >> 1] & kept[target >> 1]
+    direct &= (queue_of[source >> 1] < 0) & (queue_of[target >> 1] < 0)
+    by_target = np.flatnonzero(direct)[np.argsort(target[direct], kind="stable")]
+    before = (source[by_target] >> 1).tolist()
+    first = np.searchsorted(target[by_target] >> 1, np.arange(len(kept) + 1)).tolist()
+    own = np.arange(len(kept)) + queue_of.max(initial=-1) + 1
+    chain: list[int] = np.where(queue_of >= 0, queue_of, own).tolist()
+    goes_on = [False] * len(kept)
+    for point in order[order % 2 == 0].tolist() if len(before) else []:
+        unit = point >> 1
+        for other in before[first[unit] : first[unit + 1]]:
+            if not goes_on[other]:
+                goes_on[other] = True
+                chain[unit] = chain[other]
+                break
+    return chain
+
+
+def _later(current: _Latest, other: _Latest) -> _Latest:
+    """For each chain, the later unit of the two; an input itself is returned where it already has them all."""
+    if not other or current is other:
+        return current
+    if not current:
+        return other
+    both = current
+    for chain, position in other.items():
+        if both.get(chain, -1) < position:
+            if both is current:
+                both = dict(current)
+            both[chain] = position
+    return both
+
+
+def order_of_job(frame: pl.DataFrame, pairs: Ints) -> Ints:
+    """The position of every node; the parts of one collective share one; -1 for nodes that wait in a circle.
+
+    Among the ready nodes, the earliest by recorded time comes next; a collective counts from when its last part came.
+
+    Args:
+        frame: Columns type, rank, start_ns, instance, comm_src, comm_dst, comm_tag.
+        pairs: (row, row that it waits for).
+    """
+    rows = frame.with_row_index("row").with_columns(pl.col("row").cast(pl.Int64))
+    # The row that stands for each row: the first part of its collective, itself elsewhere.
+    joined = (
+        (pl.col("type") == int(NodeType.COMM_COLL_NODE)) & pl.col("instance").is_not_null() & pl.col("why").is_null()
+    )
+    together = rows.filter(joined).select("row", pl.col("row").min().over("instance").alias("first"))
+    meets = np.arange(frame.height, dtype=np.int64)
+    meets[together["row"].to_numpy()] = together["first"].to_numpy()
+    # (row of a send, row of its receive): the k-th of one sender, receiver and tag.
+    keys = ["comm_src", "comm_dst", "comm_tag"]
+    ends = rows.sort("start_ns", "row").select("row", "type", *keys)
+    ends = ends.with_columns(pl.int_range(pl.len()).over("type", *keys).alias("turn"))
+    sends, receives = (
+        ends.filter(pl.col("type") == int(kind)) for kind in (NodeType.COMM_SEND_NODE, NodeType.COMM_RECV_NODE)
+    )
+    messages = sends.join(receives, on=[*keys, "turn"]).select("row", "row_right").to_numpy()
+    target = meets[np.concatenate([pairs[:, 0], messages[:, 1]])]
+    source = meets[np.concatenate([pairs[:, 1], messages[:, 0]])]
+    time = np.zeros(frame.height, np.int64)
+    np.maximum.at(time, meets, frame["start_ns"].to_numpy())
+    by_source = np.argsort(source, kind="stable")
+    behind = target[by_source].tolist()
+    first: Any = np.concatenate([[0], np.cumsum(np.bincount(source, minlength=frame.height))]).tolist()
+    waits: Any = np.bincount(target, minlength=frame.height).tolist()
+    when: Any = time.tolist()
+    ready = [(when[row], row) for row in range(frame.height) if not waits[row]]
+    heapq.heapify(ready)
+    position = np.full(frame.height, -1, np.int64)
+    count = 0
+    while ready:
+        _, row = heapq.heappop(ready)
+        position[row] = count
+        count += 1
+        for follower in behind[first[row] : first[row + 1]]:
+            waits[follower] -= 1
+            if not waits[follower]:
+                heapq.heappush(ready, (when[follower], follower))
+    positions: Ints = position[meets]
+    return positions
+
+
+def last_before(order: Ints, counts: Bools, pairs: Ints) -> Ints:
+    """For every node: the highest place of a node that counts, among all that it waits for directly or over others.
+
+    Args:
+        order: As `order_of_job` gives it.
+        counts: Which nodes count.
+        pairs: (row, row that it waits for); the second one has the lower place, or neither has any.
+
+    Returns:
+        -1 where there is none.
+    """
+    last: list[int] = [-1] * len(order)
+    own = np.where(counts, order, -1).tolist()
+    for row, awaited in pairs[np.argsort(order[pairs[:, 0]], kind="stable")].tolist():
+        last[row] = max(last[row], own[awaited], last[awaited])
+    return np.array(last, np.int64)

@@ -1,0 +1,469 @@
+"""Checks within one file, and ASTRA-sim's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from traceloom.formats.chakra.et_pb2 import CollectiveCommType, NodeType
+from traceloom.formats.chakra.nodes import EXPECTED, NodeTable, Workload
+from traceloom.trace.array_types import Bools, Ints
+from traceloom.workload.chakra.validation_rules import MOST_EXAMPLES, Findings, Severity
+
+
+@dataclass(frozen=True, slots=True)
+class Arcs:
+    """Dependencies between nodes that exist: row `target` waits for row `source`."""
+
+    source: Ints
+    target: Ints
+
+    def __add__(self, other: Arcs) -> Arcs:
+        return Arcs(np.concatenate([self.source, other.source]), np.concatenate([self.target, other.target]))
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """The dependencies of a file, looked up.
+
+    Attributes:
+        data: Data dependencies between different nodes of the file.
+        control: Control dependencies between different nodes of the file.
+        own: Rows of nodes whose data dependencies name themselves.
+        own_control: Rows of nodes whose control dependencies do.
+        dangling: (row, id) of data dependencies on ids that no node has.
+        dangling_control: The same of control dependencies.
+    """
+
+    data: Arcs
+    control: Arcs
+    own: Ints
+    own_control: Ints
+    dangling: tuple[Ints, NDArray[np.uint64]]
+    dangling_control: tuple[Ints, NDArray[np.uint64]]
+
+
+def resolve(table: NodeTable) -> Resolved:
+    """Look up the ids that the nodes of a file wait for; of nodes with equal ids the first one counts."""
+    ids = table.nodes["id"].to_numpy()
+    by_id = np.argsort(ids, kind="stable")
+    arcs, own, dangling = [], [], []
+    for dependencies in (table.data, table.control):
+        row, awaited = dependencies.row, dependencies.id
+        source = row
+        lost = np.zeros(len(row), np.bool_)
+        if len(row):
+            source = by_id[np.minimum(np.searchsorted(ids, awaited, sorter=by_id), len(ids) - 1)].astype(np.int64)
+            lost = ids[source] != awaited
+        dangling.append((row[lost], awaited[lost]))
+        source, row = source[~lost], row[~lost]
+        same = source == row
+        arcs.append(Arcs(source[~same], row[~same]))
+        own.append(np.unique(row[same]))
+    return Resolved(arcs[0], arcs[1], own[0], own[1], dangling[0], dangling[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """An order in which every node comes after what it waits for.
+
+    Attributes:
+        order: Rows of all nodes that can start; among those that are ready at once, mostly by their keys.
+        stuck: Whether each node never starts.
+    """
+
+    order: Ints
+    stuck: Bools
+
+
+def settle(count: int, arcs: Arcs, key: Ints, held: Ints | None = None) -> Settled:
+    """Order `count` nodes by their dependencies.
+
+    Args:
+        count: Number of nodes.
+        arcs: The dependencies.
+        key: Where they already point from lower to higher keys, the keys are the order, at no cost.
+        held: Rows that never start whatever happens, as they wait for what does not exist.
+    """
+    if (held is None or not len(held)) and (key[arcs.source] < key[arcs.target]).all():
+        return Settled(np.argsort(key, kind="stable"), np.zeros(count, dtype=bool))
+    by_source = np.argsort(arcs.source, kind="stable")
+    follower = arcs.target[by_source].tolist()
+    first: Any = np.concatenate([[0], np.cumsum(np.bincount(arcs.source, minlength=count))]).tolist()
+    waits_of = np.bincount(arcs.target, minlength=count)
+    if held is not None:
+        waits_of[held] += 1
+    waits: Any = waits_of.tolist()
+    ready = [row for row in np.argsort(-key, kind="stable").tolist() if not waits[row]]
+    order: list[int] = []
+    while ready:
+        row = ready.pop()
+        order.append(row)
+        for behind in follower[first[row] : first[row + 1]]:
+            waits[behind] -= 1
+            if not waits[behind]:
+                ready.append(behind)
+    return Settled(np.array(order, dtype=np.int64), np.array(waits, dtype=np.int64) > 0)
+
+
+def circles(arcs: Arcs, stuck: Bools) -> list[list[int]]:
+    """Circles among nodes that never start: in each, every row waits for the next one, and the last for the first.
+
+    From every stuck node, one wait is followed until a row repeats: linear time, and one circle for every group of
+    nodes that wait only for each other.
+    """
+    inside = stuck[arcs.source] & stuck[arcs.target]
+    awaited = np.full(len(stuck), -1, dtype=np.int64)
+    awaited[arcs.target[inside]] = arcs.source[inside]
+    next_of = awaited.tolist()
+    walk = np.zeros(len(stuck), dtype=np.int64).tolist()  # the walk on which a row was met first; 0 for none
+    rings: list[list[int]] = []
+    for number, begin in enumerate(np.flatnonzero(stuck).tolist(), start=1):
+        row = begin
+        while row >= 0 and not walk[row]:
+            walk[row] = number
+            row = next_of[row]
+        if row >= 0 and walk[row] == number:
+            circle = [row]
+            while next_of[circle[-1]] != row:
+                circle.append(next_of[circle[-1]])
+            rings.append(circle)
+    return rings
+
+
+Place = tuple[str, int | None]
+_WORK = (NodeType.COMP_NODE, NodeType.MEM_LOAD_NODE, NodeType.MEM_STORE_NODE)
+_LONGEST_CIRCLE = 6
+_LONGEST_NAME = 60
+
+
+def check_file(table: NodeTable, location: Place, findings: Findings) -> tuple[Resolved, Settled]:
+    """All rules about one file; returns its dependencies and the order they leave."""
+    for notice in table.notices:
+        if notice.slug == "chakra-no-metadata":
+            findings.add("no-metadata", location, [(None, notice.message)])
+        else:
+            findings.add("file-damage", location, [(None, notice.message)])
+    if not len(table):
+        findings.add("no-nodes", location, [(None, "there is no node in it")])
+    kinds, values = table.nodes["type"].to_numpy(), table.nodes["id"].to_numpy()
+    odd = np.flatnonzero((kinds < 1) | (kinds > max(NodeType.values())))
+    if len(odd):
+        types = ((table.nodes["id"][int(r)], f"{label(table, int(r))} has the type {kinds[r]}") for r in odd)
+        findings.add("node-type", location, types, ids(table, odd))
+    if table.odd.height:
+        _check_odd(table, location, findings)
+    by_id = np.argsort(values, kind="stable")
+    again = by_id[1:][values[by_id][1:] == values[by_id][:-1]]
+    if len(again):
+        again = np.sort(again)
+        findings.add("duplicate-id", location, each(table, again, "has the id of an earlier node"), ids(table, again))
+    return _check_dependencies(table, location, findings)
+
+
+def _check_odd(table: NodeTable, location: Place, findings: Findings) -> None:
+    """Attributes that are not as readers expect them."""
+    expected = pl.col("attribute").cast(pl.String).replace_strict(EXPECTED)
+    wrong = table.odd.filter(pl.col("kind") != expected)
+    for (name, kind), rows in sorted(wrong.group_by("attribute", "kind"), key=lambda group: str(group[0])):
+        at = rows["row"].to_numpy()
+        predicate = f"has {name} as {kind}, expected {EXPECTED[str(name)]}"
+        findings.add("attribute-type", location, each(table, at, predicate), ids(table, np.unique(at)))
+    twice = table.odd.filter("again").sort("row")
+    if twice.height:
+        repeats = (
+            (table.nodes["id"][row], f"{label(table, row)} has {name} more than once")
+            for row, name in twice.select("row", "attribute").unique(maintain_order=True).iter_rows()
+        )
+        findings.add("repeated-attribute", location, repeats, ids(table, twice["row"].unique().sort().to_numpy()))
+
+
+def label(table: NodeTable, row: int) -> str:
+    """A node in words: its id and its name."""
+    name = table.nodes["name"][row]
+    short = name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 1] + "…"
+    return f"node {table.nodes['id'][row]}" + (f" `{short}`" if short else "")
+
+
+def ids(table: NodeTable, rows: Ints) -> NDArray[np.uint64]:
+    """Ids of rows."""
+    chosen: NDArray[np.uint64] = table.nodes["id"].to_numpy()[rows]
+    return chosen
+
+
+def each(table: NodeTable, rows: Any, complaint: str) -> Iterator[tuple[int, str]]:
+    """(id, sentence) of every row, made lazily."""
+    for row in rows:
+        yield table.nodes["id"][int(row)], f"{label(table, int(row))} {complaint}"
+
+
+def _check_dependencies(table: NodeTable, location: Place, findings: Findings) -> tuple[Resolved, Settled]:
+    resolved = resolve(table)
+    for rule, (at, lost), verb in (
+        ("dangling-dependency", resolved.dangling, "waits for node"),
+        ("dangling-control-dependency", resolved.dangling_control, "is called by node"),
+    ):
+        if len(at):
+            examples = (
+                (table.nodes["id"][int(r)], f"{label(table, int(r))} {verb} {i}, which is not there")
+                for r, i in zip(at, lost, strict=True)
+            )
+            findings.add(rule, location, examples, ids(table, np.unique(at)), count=len(at))
+    for rows, predicate in ((resolved.own, "waits for itself"), (resolved.own_control, "is its own caller")):
+        if len(rows):
+            findings.add("self-dependency", location, each(table, rows, predicate), ids(table, rows))
+    for dependencies in (table.data, table.control):
+        order = np.lexsort((dependencies.id, dependencies.row))
+        row, awaited = dependencies.row[order], dependencies.id[order]
+        again = np.unique(row[1:][(row[1:] == row[:-1]) & (awaited[1:] == awaited[:-1])])
+        if len(again):
+            repeats = each(table, again, "lists a dependency more than once")
+            findings.add("repeated-dependency", location, repeats, ids(table, again))
+    # The order by data and control dependencies; by data dependencies alone where both together form circles.
+    key = np.empty(len(table), dtype=np.int64)  # the place of each among all, by id
+    key[np.argsort(table.nodes["id"].to_numpy(), kind="stable")] = np.arange(len(table))
+    held = np.union1d(resolved.dangling[0], resolved.own)
+    by_data = settle(len(table), resolved.data, key, held)
+    arcs = resolved.data + resolved.control
+    settled = settle(len(table), arcs, key, held)
+    rule, rings = "dependency-cycle", circles(resolved.data, by_data.stuck)
+    if not rings:
+        rule, rings = "control-dependency-cycle", circles(arcs, settled.stuck)
+        settled = by_data if rings else settled
+
+    def sentence(ring: list[int]) -> str:
+        shown = ring[:_LONGEST_CIRCLE]
+        more = f" … and {len(ring) - len(shown)} more" if len(shown) < len(ring) else ""
+        chain = ", which waits for ".join(label(table, row) for row in shown).replace(", which", "", 1)
+        return f"{chain}{more}, which waits for {label(table, ring[0])}"
+
+    if rings:
+        sentences = ((table.nodes["id"][ring[0]], sentence(ring)) for ring in rings)
+        members = np.unique(np.concatenate([np.array(ring) for ring in rings]))
+        findings.add(rule, location, sentences, ids(table, members), count=len(rings))
+    behind = settled.stuck.copy()
+    behind[[row for ring in rings for row in ring]] = False
+    behind[held] = False
+    rows = np.flatnonzero(behind)
+    if len(rows):
+        findings.add("never-starts", location, each(table, rows, "waits for a node that never ends"), ids(table, rows))
+    if len(arcs.source):
+        alone = np.ones(len(table), dtype=bool)
+        for part in (table.data.row, table.control.row, arcs.source):
+            alone[part] = False
+        alone &= np.isin(table.nodes["type"].to_numpy(), _WORK) & (table.nodes["duration_us"].to_numpy() > 0)
+        rows = np.flatnonzero(alone)
+        if len(rows):
+            findings.add("isolated-node", location, each(table, rows, "has no place in the order"), ids(table, rows))
+    return resolved, settled
+
+
+COLLECTIVE, SEND, RECEIVE = NodeType.COMM_COLL_NODE, NodeType.COMM_SEND_NODE, NodeType.COMM_RECV_NODE
+_NEEDED = {
+    COLLECTIVE: ("comm_type", "comm_size"),
+    SEND: ("comm_size", "comm_dst", "comm_tag"),
+    RECEIVE: ("comm_size", "comm_src", "comm_tag"),
+}
+ALL = ("", "0")
+"""How groups of all ranks are written."""
+
+
+def rows_of(table: NodeTable, *kinds: int) -> Ints:
+    """Rows of the nodes of some types."""
+    return np.flatnonzero(np.isin(table.nodes["type"].to_numpy(), kinds))
+
+
+def kind_name(number: int | None) -> str:
+    """The name of a collective's type, as `ALL_REDUCE`; `type 12` for one that the schema does not have."""
+    if number is None:
+        return "a collective without type"
+    return CollectiveCommType.Name(number) if number in CollectiveCommType.values() else f"type {number}"
+
+
+def wrong_nodes(workload: Workload, broken: pl.Expr) -> Iterator[tuple[int, Ints]]:
+    """The files that have nodes of which something holds, and the rows of these."""
+    nodes = workload.nodes.filter(broken)
+    for (file,), rows in nodes.select("file", "row").group_by("file", maintain_order=True):
+        yield int(str(file)), rows["row"].to_numpy()
+
+
+def check_nodes(workload: Workload, findings: Findings, rule: str, broken: pl.Expr, predicate: str) -> None:
+    """Say of each file which of its nodes break a rule."""
+    for file, rows in wrong_nodes(workload, broken):
+        table = workload.tables[file]
+        findings.add(rule, workload.location(file), each(table, rows, predicate), ids(table, rows))
+
+
+def check_attributes(workload: Workload, findings: Findings) -> None:
+    """The rules for attributes of communication nodes."""
+    lacking = [workload.nodes.clear().select("file", "row", pl.lit("").alias("attribute"))]
+    for kind, needed in _NEEDED.items():
+        for name in needed:
+            broken = (pl.col("type") == kind) & pl.col(name).is_null()
+            if name == "comm_size" and kind == COLLECTIVE:
+                broken &= pl.col("comm_type").ne_missing(CollectiveCommType.BARRIER)
+            lacking.append(workload.nodes.filter(broken).select("file", "row", pl.lit(name).alias("attribute")))
+    odd = workload.odd.with_columns(pl.col("attribute").cast(pl.String))
+    lacks = pl.concat(lacking).join(odd, on=["file", "row", "attribute"], how="anti", maintain_order="left")
+    for (file,), rows in lacks.group_by("file", maintain_order=True):
+        table = workload.tables[int(str(file))]
+        by_row = rows.group_by("row", maintain_order=True).agg("attribute").sort("row")
+        examples = (
+            (table.nodes["id"][row], f"{label(table, row)} has no {' and no '.join(names)}")
+            for row, names in by_row.iter_rows()
+        )
+        at = workload.location(int(str(file)))
+        findings.add("communication-attribute", at, examples, ids(table, by_row["row"].to_numpy()))
+    communication = pl.col("type").is_in([COLLECTIVE, SEND, RECEIVE])
+    for rule, broken, predicate in (
+        (
+            "collective-type",
+            (pl.col("type") == COLLECTIVE) & ~pl.col("comm_type").is_in(CollectiveCommType.values()),
+            "has a comm_type that is none",
+        ),
+        (
+            "communication-size",
+            communication & (pl.col("comm_size") <= 0) & pl.col("comm_type").ne_missing(CollectiveCommType.BARRIER),
+            "has a comm_size that is not above 0",
+        ),
+        ("communication-on-host", communication & pl.col("is_cpu_op"), "has is_cpu_op true"),
+    ):
+        check_nodes(workload, findings, rule, broken, predicate)
+
+
+def check_groups(workload: Workload, findings: Findings) -> None:
+    """The group file, and whether the nodes' groups are in it."""
+    groups = workload.groups
+    if groups.faults:
+        at = (groups.path, None)
+        findings.add("group-file", at, [(None, fault) for fault in groups.faults], count=len(groups.faults))
+    if groups.members is None:
+        return
+    used = workload.nodes.filter(
+        pl.col("type").is_in([COLLECTIVE, SEND, RECEIVE]) & pl.col("pg_name").is_not_null()
+    ).select("file", "row", "pg_name")
+    for (file, name), nodes in sorted(used.group_by("file", "pg_name"), key=lambda part: (part[0][0], str(part[0][1]))):
+        members = groups.members.get(str(name))
+        table, (path, rank), rows = workload.tables[file], workload.location(file), nodes["row"].to_numpy()
+        if members is None and name not in ALL:
+            findings.add("unknown-group", (path, rank), each(table, rows, f"is in group `{name}`"), ids(table, rows))
+        elif members is not None and rank is not None and rank not in members:
+            predicate = f"of rank {rank} is in group `{name}` of the ranks {ranks_text(members)}"
+            findings.add("not-a-member", (path, rank), each(table, rows, predicate), ids(table, rows))
+
+
+def check_peers(workload: Workload, findings: Findings) -> None:
+    """The peers of messages, where the file alone shows that they are impossible."""
+    of_file = pl.Series("rank", workload.ranks, dtype=pl.Int64)
+    rank = pl.col("file").replace_strict(range(len(of_file)), of_file)
+    for kind, peer, own in ((SEND, "comm_dst", "comm_src"), (RECEIVE, "comm_src", "comm_dst")):
+        of_kind = (pl.col("type") == kind) & rank.is_not_null()
+        for broken, predicate in (
+            (of_kind & (pl.col(peer) == rank), f"of rank {{0}} has {peer} {{0}}, itself"),
+            (of_kind & (pl.col(peer) < 0), f"has a {peer} below 0"),
+            (of_kind & (pl.col(own) != rank), f"of rank {{0}} has another {own}"),
+        ):
+            for file, rows in wrong_nodes(workload, broken):
+                table, at = workload.tables[file], workload.location(file)
+                findings.add("message-peer", at, each(table, rows, predicate.format(at[1])), ids(table, rows))
+
+
+def named_ranks(workload: Workload) -> dict[int, str]:
+    """Every rank that a group or a message names, and where."""
+    named: dict[int, str] = {}
+    for name, members in (workload.groups.members or {}).items():
+        for rank in members:
+            named.setdefault(rank, f"group `{name}` of {workload.groups.path}")
+    for kind, peer in ((SEND, "comm_dst"), (RECEIVE, "comm_src")):
+        peers = workload.nodes.filter((pl.col("type") == kind) & (pl.col(peer) >= 0))
+        for rank, file in peers.group_by(peer, maintain_order=True).agg(pl.col("file").first()).iter_rows():
+            named.setdefault(rank, f"a message of {workload.tables[file].path}")
+    return named
+
+
+def ranks_text(ranks: Iterable[int], most: int = 8) -> str:
+    """`0, 1, 2 and 5 more`."""
+    listed: Sequence[int] = sorted(ranks)
+    more = f" and {len(listed) - most} more" if len(listed) > most else ""
+    return ", ".join(map(str, listed[:most])) + more
+
+
+SUPPORTED = (
+    CollectiveCommType.ALL_REDUCE,
+    CollectiveCommType.ALL_GATHER,
+    CollectiveCommType.ALL_TO_ALL,
+    CollectiveCommType.REDUCE_SCATTER,
+    CollectiveCommType.BROADCAST,
+)
+_MOST_GROUP = 2**31 - 1
+_MEMORY = (NodeType.MEM_LOAD_NODE, NodeType.MEM_STORE_NODE)
+
+
+def check_astra_sim(workload: Workload, findings: Findings) -> None:
+    """All rules that only ASTRA-sim has."""
+    for rank, table in zip(workload.ranks, workload.tables, strict=True):
+        if rank is None:
+            findings.add("file-name", (table.path, rank), [(None, "the file's name does not end in .RANK.et")])
+        if table.packed:
+            findings.add("file-compressed", (table.path, rank), [(None, "the file is compressed")])
+    collective = pl.col("type") == COLLECTIVE
+    in_group = collective & ~pl.col("pg_name").is_in(ALL)
+    unsupported = pl.col("comm_type").is_in(CollectiveCommType.values()) & ~pl.col("comm_type").is_in(SUPPORTED)
+    rules = [
+        ("unsupported-node", pl.col("type") == NodeType.METADATA_NODE, "is a metadata node"),
+        ("unsupported-node", pl.col("type") == NodeType.INVALID_NODE, "is an invalid node"),
+        (
+            "replayed-broadcast",
+            collective & (pl.col("comm_type") == CollectiveCommType.BROADCAST) & (pl.col("duration_us") == 0),
+            "is a broadcast without duration",
+        ),
+        ("memory-node", pl.col("type").is_in(_MEMORY), "loads or stores memory"),
+    ]
+    if workload.groups.members is None:
+        rules.append(("no-group-file", in_group, "is in a group"))
+    for rule, broken, predicate in rules:
+        check_nodes(workload, findings, rule, broken, predicate)
+    named = workload.nodes.filter(in_group).select("file", "row", "pg_name")
+    odd = [name for name in named["pg_name"].unique() if not is_number(name, least=0)]
+    by_group = named.filter(pl.col("pg_name").is_in(odd)).group_by("file", "pg_name", maintain_order=True)
+    for (number, name), nodes in by_group:
+        file = int(str(number))
+        table, rows = workload.tables[file], nodes["row"].to_numpy()
+        in_odd = each(table, rows, f"is in group `{name}`")
+        findings.add("group-name", workload.location(file), in_odd, ids(table, rows))
+    for file, rows in wrong_nodes(workload, collective & unsupported):
+        table = workload.tables[file]
+        sentences = [
+            (table.nodes["id"][row], f"{label(table, row)} is {kind_name(table.nodes['comm_type'][row])}")
+            for row in rows[:MOST_EXAMPLES].tolist()
+        ]
+        findings.add("unsupported-collective", workload.location(file), sentences, ids(table, rows))
+    host = (pl.col("type") == NodeType.COMP_NODE) & pl.col("is_cpu_op")
+    for file, rows in wrong_nodes(workload, host):  # about the simulation as a whole, however many they are
+        text = f"{len(rows):,} node{'s are' if len(rows) > 1 else ' is'} work of the CPU"
+        table = workload.tables[file]
+        findings.add("host-node", workload.location(file), [(None, text)], ids(table, rows), count=1)
+    for file, table in enumerate(workload.tables):
+        if len(table.control.row):
+            rows = np.unique(table.control.row)
+            examples = each(table, rows, "has control dependencies")
+            findings.add("control-dependency", workload.location(file), examples, ids(table, rows))
+    if len(workload.ranks) == 1:
+        severity: Severity | None = None if workload.place.whole else "warning"  # others may lie elsewhere
+        alone = [(None, "there is no other rank")]
+        findings.add("one-rank", (workload.tables[0].path, workload.ranks[0]), alone, severity=severity)
+    names = workload.groups.members or {}
+    wrong = [name for name in names if not is_number(name, least=1)]
+    if wrong:
+        sentences = [(None, f"the group file names the group `{name}`") for name in wrong]
+        findings.add("group-name", (workload.groups.path, None), sentences, count=len(wrong))
+
+
+def is_number(name: str, least: int) -> bool:
+    """Whether ASTRA-sim reads a group's name as a number from `least` on."""
+    return name.isascii() and name.isdigit() and least <= int(name[:11]) <= _MOST_GROUP

@@ -1,0 +1,368 @@
+"""Checks between ranks: matching, deadlock."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from traceloom.formats.chakra.et_pb2 import CollectiveCommType
+from traceloom.formats.chakra.nodes import NodeTable, Workload
+from traceloom.trace.array_types import Ints
+from traceloom.workload.chakra.check_files import (
+    ALL,
+    COLLECTIVE,
+    RECEIVE,
+    SEND,
+    Arcs,
+    Settled,
+    circles,
+    ids,
+    kind_name,
+    label,
+    ranks_text,
+    rows_of,
+    settle,
+)
+from traceloom.workload.chakra.validation_rules import Findings, Severity
+
+_NONE = -1  # no type, no size
+# Operations that move different amounts on different ranks, where the program asks for that.
+_UNEVEN = (
+    CollectiveCommType.ALL_TO_ALL,
+    CollectiveCommType.ALL_GATHER,
+    CollectiveCommType.GATHER,
+    CollectiveCommType.SCATTER,
+    CollectiveCommType.REDUCE_SCATTER,
+)
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """One rank's file with the order in which its nodes can be issued: position of each row, -1 for never."""
+
+    rank: int
+    table: NodeTable
+    position: Ints
+
+    @property
+    def location(self) -> tuple[str, int]:
+        """File and rank."""
+        return self.table.path, self.rank
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedOperations:
+    """Nodes of different ranks that are one operation.
+
+    Attributes:
+        meetings: Per joined collective: (index of the file, row) of each part, as columns `meeting`, `file`, `row`.
+        messages: Per matched message: `file`, `row` of the send, `file_right`, `row_right` of the receive.
+    """
+
+    meetings: pl.DataFrame
+    messages: pl.DataFrame
+
+
+def ordered(workload: Workload, settled: Sequence[Settled]) -> list[Ordered]:
+    """The files of a set with a rank each; empty where a file has none, or two have the same."""
+    ranks = [rank for rank in workload.ranks if rank is not None]
+    if len(set(ranks)) < len(workload.ranks):
+        return []
+    parts = []
+    for rank, table, order in zip(ranks, workload.tables, settled, strict=True):
+        position = np.full(len(table), -1, dtype=np.int64)
+        position[order.order] = np.arange(len(order.order))
+        parts.append(Ordered(rank, table, position))
+    return parts
+
+
+def match(workload: Workload, parts: Sequence[Ordered], findings: Findings) -> JoinedOperations:
+    """Compare what the ranks say of their common operations."""
+    position = pl.Series("position", np.concatenate([part.position for part in parts]))
+    startable = workload.nodes.with_columns(position).filter(pl.col("position") >= 0).sort("file", "position")
+    by_group: dict[str, list[_Sequence]] = {}
+    collectives = startable.filter(pl.col("type") == COLLECTIVE).with_columns(
+        pl.col("pg_name").fill_null(""), pl.col("comm_type", "comm_size").fill_null(_NONE)
+    )
+    for (file, name), rows in collectives.partition_by("file", "pg_name", as_dict=True).items():
+        numbers = rows["comm_seq"]
+        numbered = not numbers.has_nulls() and numbers.n_unique() == len(numbers)
+        by_group.setdefault(name, []).append(
+            _Sequence(
+                file,
+                rows["row"].to_numpy(),
+                rows["comm_type"].to_numpy(),
+                rows["comm_size"].to_numpy(),
+                numbers.to_numpy() if numbered else None,
+            )
+        )
+    frames = [pl.DataFrame(schema={"meeting": pl.Int64, "file": pl.Int64, "row": pl.Int64})]
+    for name, issued in sorted(by_group.items()):
+        # What was recorded knows which operation is which, however its threads and streams stand in the files.
+        all_numbered = all(sequence.numbers is not None for sequence in issued)
+        sequences = [sequence.by_number() for sequence in issued] if all_numbered else issued
+        first = sequences[0]
+        members = (workload.groups.members or {}).get(name)
+        if members is None and name in ALL:
+            members = tuple(part.rank for part in parts)
+        issuing = {parts[s.part].rank for s in sequences}
+        silent = [p for p in parts if members is not None and p.rank in members and p.rank not in issuing]
+        if silent:
+            at = parts[first.part]
+            sentence = (
+                f"rank {at.rank} issues {len(first.rows)} in {_group(name)}, "
+                f"rank{'s' if len(silent) > 1 else ''} {ranks_text(p.rank for p in silent)} none"
+            )
+            findings.add("collective-count", at.location, [(None, sentence)], ids(at.table, first.rows))
+        fits = [_compare(parts, name, first, other, findings) for other in sequences[1:]]
+        if fits and all(fits):
+            # The k-th of each rank are one operation; it is numbered by its first part.
+            count = min(len(s.rows) for s in sequences)
+            meeting = (first.part << 40) + first.rows[:count]
+            frames += [
+                pl.DataFrame({"meeting": meeting, "file": np.full(count, s.part), "row": s.rows[:count]})
+                for s in sequences
+            ]
+    return JoinedOperations(pl.concat(frames), _match_messages(parts, startable, findings))
+
+
+@dataclass(frozen=True, slots=True)
+class _Sequence:
+    """The collectives of one rank in one group, in the order of their issue."""
+
+    part: int
+    rows: Ints
+    kinds: Ints
+    sizes: Ints
+    numbers: Ints | None  # of the operations in the group, where each has one of its own
+
+    def by_number(self) -> _Sequence:
+        """The same in the order of the numbers."""
+        if self.numbers is None:
+            return self
+        order = np.argsort(self.numbers)
+        return _Sequence(self.part, self.rows[order], self.kinds[order], self.sizes[order], self.numbers[order])
+
+
+def _compare(parts: Sequence[Ordered], name: str, first: _Sequence, other: _Sequence, findings: Findings) -> bool:
+    """Compare two ranks' sequences in a group; False where they cannot be joined."""
+    first_part, other_part = parts[first.part], parts[other.part]
+
+    def say(rule: str, at: Ints) -> None:
+        waits = ": each waits for the other" if rule == "collective-order" else ""
+
+        def sentence(k: int) -> str:
+            here, there = (
+                kind_name(None if s.kinds[k] == _NONE else int(s.kinds[k]))
+                + ("" if s.sizes[k] == _NONE else f" of {int(s.sizes[k]):,} bytes")
+                for s in (first, other)
+            )
+            return (
+                f"collective {k + 1} of {_group(name)} is {here} on rank {first_part.rank} "
+                f"({label(first_part.table, int(first.rows[k]))}), {there} on rank {other_part.rank} "
+                f"({label(other_part.table, int(other.rows[k]))}){waits}"
+            )
+
+        examples = ((first_part.table.nodes["id"][int(first.rows[k])], sentence(int(k))) for k in at)
+        uneven = rule == "collective-size" and bool(np.isin(first.kinds[at], _UNEVEN).all())
+        severity: Severity | None = "warning" if uneven and findings.target == "chakra" else None
+        findings.add(rule, first_part.location, examples, ids(first_part.table, first.rows[at]), severity=severity)
+
+    common = min(len(first.rows), len(other.rows))
+    if len(first.rows) != len(other.rows):
+        longer, at = (first, first_part) if len(first.rows) > common else (other, other_part)
+        sentence = (
+            f"rank {first_part.rank} issues {len(first.rows)} collectives in {_group(name)}, "
+            f"rank {other_part.rank} {len(other.rows)}: the first one too many is "
+            f"{label(at.table, int(longer.rows[common]))}"
+        )
+        surplus = ids(at.table, longer.rows[common:])
+        findings.add("collective-count", at.location, [(None, sentence)], surplus)
+    kinds = first.kinds[:common] != other.kinds[:common]
+    sizes = (first.sizes[:common] != other.sizes[:common]) & ~kinds
+    if not kinds.any() and not sizes.any():
+        return True
+    same = Counter(zip(first.kinds.tolist(), first.sizes.tolist(), strict=True)) == Counter(
+        zip(other.kinds.tolist(), other.sizes.tolist(), strict=True)
+    )
+    if same:
+        say("collective-order", np.flatnonzero(kinds | sizes))
+        return False
+    if kinds.any():
+        say("collective-kind", np.flatnonzero(kinds))
+    uneven = np.isin(first.kinds[:common], _UNEVEN)
+    for at in (sizes & ~uneven, sizes & uneven):
+        if at.any():
+            say("collective-size", np.flatnonzero(at))
+    return not kinds.any()
+
+
+def _group(name: str) -> str:
+    return "the group of all ranks" if name in ALL else f"group `{name}`"
+
+
+def _match_messages(parts: Sequence[Ordered], startable: pl.DataFrame, findings: Findings) -> pl.DataFrame:
+    """Compare the two ends of messages.
+
+    Args:
+        parts: The files.
+        startable: Their nodes that can be issued, in that order.
+        findings: Where problems go.
+    """
+    ranks = pl.Series([part.rank for part in parts], dtype=pl.Int64)
+    ends = {}
+    for kind, own, peer in ((SEND, "source", "comm_dst"), (RECEIVE, "target", "comm_src")):
+        messages = startable.filter((pl.col("type") == kind) & pl.col(peer).is_not_null())
+        ends[kind] = messages.select(
+            ranks.gather(messages["file"]).alias(own),
+            pl.col(peer).alias("target" if own == "source" else "source"),
+            pl.col("comm_tag").fill_null(0).alias("tag"),
+            pl.col("comm_size").fill_null(_NONE).alias("size"),
+            "file",
+            "row",
+        ).select("source", "target", "tag", "size", "file", "row")
+    keys = ["source", "target", "tag"]
+    sent, received = (
+        ends[kind].with_columns(pl.int_range(pl.len()).over(keys).alias("turn")) for kind in (SEND, RECEIVE)
+    )
+    present = [part.rank for part in parts]
+    for messages, others, peer, verb in (
+        (sent, received, "target", "is never received by"),
+        (received, sent, "source", "is never sent by"),
+    ):
+        lost = messages.join(others, on=[*keys, "turn"], how="anti").filter(pl.col(peer).is_in(present))
+        for (number,), rows in lost.group_by("file", maintain_order=True):
+            part = parts[int(str(number))]
+            examples = (
+                (
+                    part.table.nodes["id"][row["row"]],
+                    f"{label(part.table, row['row'])} of rank {part.rank}, tag {row['tag']}, {verb} rank {row[peer]}",
+                )
+                for row in rows.iter_rows(named=True)
+            )
+            findings.add("unmatched-message", part.location, examples, ids(part.table, rows["row"].to_numpy()))
+    both = sent.join(received, on=[*keys, "turn"], how="inner", maintain_order="left")
+    for (number,), rows in both.filter(pl.col("size") != pl.col("size_right")).group_by("file", maintain_order=True):
+        part = parts[int(str(number))]
+        examples = (
+            (
+                part.table.nodes["id"][row["row"]],
+                (
+                    f"{label(part.table, row['row'])} of rank {part.rank} sends {row['size']:,} bytes, "
+                    f"{label(parts[row['file_right']].table, row['row_right'])} of rank {row['target']} takes "
+                    f"{row['size_right']:,}"
+                ),
+            )
+            for row in rows.iter_rows(named=True)
+        )
+        findings.add("message-size", part.location, examples, ids(part.table, rows["row"].to_numpy()))
+    return both
+
+
+_LONGEST = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """All ranks' nodes under one numbering; `meets` says which are one operation: the lowest number of its parts."""
+
+    first: Ints  # number of each file's first node
+    meets: Ints
+    arcs: Arcs
+
+    def where(self, number: int) -> tuple[int, int]:
+        """File and row of a node."""
+        file = int(np.searchsorted(self.first, number, side="right")) - 1
+        return file, number - int(self.first[file])
+
+
+def check_deadlock(
+    parts: Sequence[Ordered], dependencies: Sequence[Arcs], joined: JoinedOperations, findings: Findings
+) -> None:
+    """Name circles in which ranks wait for each other.
+
+    A circle of dependencies is one for every reader. Where there is none, but the order in which ranks issue their
+    communication makes one, those that do one thing after the other (ASTRA-sim does) hang.
+    """
+    if joined.meetings.is_empty() and joined.messages.is_empty():
+        return
+    first = np.concatenate([[0], np.cumsum([len(part.table) for part in parts])]).astype(np.int64)
+    messages, meetings = joined.messages, joined.meetings
+    arcs = Arcs(
+        np.concatenate([a.source + first[k] for k, a in enumerate(dependencies)]),
+        np.concatenate([a.target + first[k] for k, a in enumerate(dependencies)]),
+    ) + Arcs(
+        first[messages["file"].to_numpy()] + messages["row"].to_numpy(),
+        first[messages["file_right"].to_numpy()] + messages["row_right"].to_numpy(),
+    )
+    meets = np.arange(first[-1], dtype=np.int64)
+    part_of = first[meetings["file"].to_numpy()] + meetings["row"].to_numpy()
+    _, index = np.unique(meetings["meeting"].to_numpy(), return_inverse=True)
+    lowest = np.full(index.max() + 1 if len(index) else 0, first[-1], dtype=np.int64)
+    np.minimum.at(lowest, index, part_of)
+    meets[part_of] = lowest[index]
+    # From each collective or send of a rank to the next one that it issues. Where the files hold when each began, that
+    # is their order for those who take it as recorded.
+    sources, targets = [], []
+    for number, part in enumerate(parts):
+        rows = rows_of(part.table, COLLECTIVE, SEND)
+        rows = rows[part.position[rows] >= 0]
+        started = part.table.nodes["start_us"].to_numpy()[rows]
+        began = started if findings.target == "chakra" else np.zeros(len(rows), np.uint64)
+        rows = rows[np.lexsort((part.position[rows], began))] + first[number]
+        sources.append(rows[:-1])
+        targets.append(rows[1:])
+    queue = Arcs(np.concatenate(sources), np.concatenate(targets))
+    for rule, job in (("deadlock", _Job(first, meets, arcs)), ("collective-order", _Job(first, meets, arcs + queue))):
+        merged = Arcs(meets[job.arcs.source], meets[job.arcs.target])
+        stuck = settle(len(meets), merged, np.arange(len(meets))).stuck
+        own = merged.source == merged.target
+        rings = circles(Arcs(merged.source[~own], merged.target[~own]), stuck) if stuck.any() else []
+        several = [ring for ring in rings if len(ring) > 1]
+        if several:
+            file, row = job.where(several[0][0])
+            nodes = [parts[file].table.nodes["id"][row]]
+            examples = [(nodes[0], _circle(parts, job, ring)) for ring in several[:5]]
+            queued = rule == "collective-order"
+            severity: Severity | None = "warning" if queued and findings.target == "chakra" else None
+            findings.add(rule, parts[file].location, examples, nodes, count=len(several), severity=severity)
+        if rings:
+            return
+
+
+def _circle(parts: Sequence[Ordered], job: _Job, ring: list[int]) -> str:
+    """Who waits for whom: on each rank of the circle, what waits there, and for what before it."""
+    # For every two neighbours of the circle, the dependency between them: what waits, and for what (file, row).
+    inside = np.flatnonzero(np.isin(job.meets[job.arcs.target], ring) & np.isin(job.meets[job.arcs.source], ring))
+    source, target = job.arcs.source[inside], job.arcs.target[inside]
+    first_arc: dict[tuple[int, int], int] = {}
+    for k, pair in enumerate(zip(job.meets[target].tolist(), job.meets[source].tolist(), strict=True)):
+        first_arc.setdefault(pair, k)
+    arcs = [first_arc[pair] for pair in zip(ring, [*ring[1:], ring[0]], strict=True)]
+    steps = [(job.where(int(target[k])), job.where(int(source[k]))) for k in arcs]
+
+    def breaks(k: int) -> bool:  # whether the wait of step k is another one than that of the step before
+        (from_file, _), middle = steps[k - 1]
+        return middle != steps[k][0] or not from_file == middle[0] == steps[k][1][0]
+
+    first = next((k for k in range(len(steps)) if breaks(k)), 0)
+    runs: list[tuple[tuple[int, int], tuple[int, int], int]] = []
+    for k in [*range(first, len(steps)), *range(first)]:
+        if runs and not breaks(k):
+            runs[-1] = (runs[-1][0], steps[k][1], runs[-1][2] + 1)
+        else:
+            runs.append((*steps[k], 0))
+    clauses = []
+    for (file, row), (awaited_file, before), between in runs[:_LONGEST]:
+        elsewhere = f" of rank {parts[awaited_file].rank}" if awaited_file != file else ""
+        over = f" (over {between} node{'s' if between > 1 else ''} between)" if between else ""
+        clauses.append(
+            f"rank {parts[file].rank}: {label(parts[file].table, row)} waits for "
+            f"{label(parts[awaited_file].table, before)}{elsewhere}{over}"
+        )
+    more = [f"and {len(runs) - _LONGEST} more"] if len(runs) > _LONGEST else []
+    return "; ".join([*clauses, *more])

@@ -1,0 +1,525 @@
+"""Conversion between all forms; one side alone.
+
+A kept node that waited for a removed one waits for what that one waited for. Done naively this multiplies dependencies:
+a removed node with many before it and many behind it would tie each to each. Such a node stays, without duration, and
+what other dependencies imply is not said, so that the work is linear in nodes and dependencies.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+import numpy as np
+
+from traceloom.errors import InputError, UsageError
+from traceloom.formats.chakra.decode import Decoder
+from traceloom.formats.chakra.et_pb2 import GlobalMetadata, Node, NodeType
+from traceloom.formats.chakra.files import GROUP_FILES, MOST_GROUP_BYTES, Block, EtReader, EtWriter
+from traceloom.formats.chakra.json import JsonReader, write_json, write_lines
+from traceloom.graph import graph
+from traceloom.graph.graph import Graph
+from traceloom.system import files
+from traceloom.system.gzip_stream import GzipStream, open_file, write_gzip
+from traceloom.trace.notice import Notice
+from traceloom.workload.chakra.graph_layout import CARRIED_NODES, COMMUNICATION_TYPES, EDGES, EDGES_OUT, SCHEMA
+from traceloom.workload.chakra.graph_read import (
+    blocks_of,
+    from_messages,
+    group_file,
+    groups,
+    read_graph,
+    to_messages,
+    write_rank,
+)
+from traceloom.workload.chakra.graph_write import Outgoing
+
+Side = Literal["communication", "compute"]
+_OF_A_GRAPH = frozenset({EDGES, EDGES_OUT, CARRIED_NODES})  # attributes that would speak of removed nodes
+_MOST_PASSED = 64  # of a list that grows along a chain of removed nodes
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Ids, types and dependencies of all nodes of a file, without the nodes.
+
+    Attributes:
+        ids: Id of each node.
+        types: Type of each node.
+        control: Rows that each node waits for by control.
+        data: Rows that each node waits for by data.
+        dangling: How many dependencies named no node.
+    """
+
+    ids: list[int]
+    types: list[int]
+    control: list[list[int]]
+    data: list[list[int]]
+    dangling: int
+
+
+def shape(blocks: Iterator[Block], where: str) -> Shape:
+    """The shape of a file, read in one pass.
+
+    Raises:
+        InputError: `chakra-damaged`.
+    """
+    ids: list[int] = []
+    types: list[int] = []
+    dependencies: tuple[list[list[int]], list[list[int]]] = ([], [])
+    for columns in Decoder(("is_cpu_op",), where).columns(blocks):
+        ids.extend(columns.id.view(np.uint64).tolist())
+        types.extend(columns.type.tolist())
+        for lists, out in ((columns.control, dependencies[0]), (columns.data, dependencies[1])):
+            per_node: list[list[int]] = [[] for _ in range(len(columns))]
+            values = lists.values.view(np.uint64).tolist()
+            ends = np.cumsum(lists.count).tolist()
+            for row, end, count in zip(lists.row.tolist(), ends, lists.count.tolist(), strict=True):
+                per_node[row] = values[end - count : end]
+            out.extend(per_node)
+    row_of = {number: row for row, number in reversed(list(enumerate(ids)))}
+    dangling = 0
+    for lists_of in dependencies:
+        for row, needed in enumerate(lists_of):
+            existing = [row_of[number] for number in needed if number in row_of]
+            dangling += len(needed) - len(existing)
+            lists_of[row] = [other for other in existing if other != row]
+    return Shape(ids, types, *dependencies, dangling)
+
+
+@dataclass(frozen=True)
+class Isolated:
+    """What stays of a file.
+
+    Attributes:
+        kept: Whether each node stays as it is.
+        joints: Nodes that stay without duration, because many wait through them for many.
+        control: Ids that each node that stays waits for by control.
+        data: Ids that each node that stays waits for by data.
+        notices: What was left out.
+    """
+
+    kept: list[bool]
+    joints: frozenset[int]
+    control: dict[int, list[int]]
+    data: dict[int, list[int]]
+    notices: tuple[Notice, ...]
+
+
+def isolate(file: Shape, side: Side, where: str) -> Isolated:
+    """The nodes and dependencies that stay when only one side is kept.
+
+    Raises:
+        InputError: `chakra-circle`: nodes wait for each other.
+    """
+    communicates = {int(kind) for kind in COMMUNICATION_TYPES}
+    keeps_communication = side == "communication"
+    kept = [(kind in communicates) == keeps_communication and kind != NodeType.METADATA_NODE for kind in file.types]
+    stays = list(kept)
+    notices: list[Notice] = []
+    if file.dangling:
+        message = f"{file.dangling:,} dependencies name nodes that the file does not have, and are left out"
+        notices.append(Notice("chakra-dangling", "warning", message, file.dangling, where=where))
+    by_control = file.control
+    try:
+        for _ in _in_order(file.control, where):
+            pass
+    except InputError:
+        dropped = sum(map(len, file.control))
+        message = f"the {dropped:,} control dependencies lead in a circle, and are left out"
+        notices.append(Notice("chakra-control-circle", "warning", message, dropped, where=where))
+        by_control = [[] for _ in file.ids]
+    while True:
+        (control, more), (data, others) = (_bridged(waits, stays, where) for waits in (by_control, file.data))
+        if not more and not others:
+            break
+        # Both kinds of dependencies go through the same joints, so both are bridged anew; twice in nearly all cases.
+        for joint in (*more, *others):
+            stays[joint] = True
+    joints = frozenset(
+        row for row, (is_kept, is_there) in enumerate(zip(kept, stays, strict=True)) if is_there > is_kept
+    )
+
+    def named(waits: dict[int, list[int]]) -> dict[int, list[int]]:
+        return {row: sorted({file.ids[other] for other in others}) for row, others in waits.items()}
+
+    return Isolated(kept, joints, named(control), named(data), tuple(notices))
+
+
+def _bridged(waits: Sequence[list[int]], stays: Sequence[bool], where: str) -> tuple[dict[int, list[int]], list[int]]:
+    """What each node that stays waits for, directly or through removed nodes, and the removed ones that must stay."""
+    followers = [0] * len(waits)
+    for needed in waits:
+        for other in needed:
+            followers[other] += 1
+    chains = _Chains()
+    bridged: dict[int, list[int]] = {}
+    passed: dict[int, list[int]] = {}  # of a removed node: what those behind it wait for
+    joints: list[int] = []
+    for row in _in_order(waits, where):
+        needed = waits[row]
+        direct = [other for other in needed if stays[other]]
+        lists = [passed[other] for other in needed if not stays[other]]
+        if len(lists) == 1 and not direct:
+            through = lists[0]
+        else:
+            through = chains.latest([*direct, *(other for passed_on in lists for other in passed_on)])
+        is_joint = len(through) > 1 and (followers[row] > 1 or len(through) > _MOST_PASSED)
+        if stays[row]:
+            bridged[row] = list(dict.fromkeys([*direct, *through]))
+            chains.add(row, bridged[row])
+        elif is_joint:
+            joints.append(row)
+            bridged[row], passed[row] = through, [row]
+            chains.add(row, through)
+        else:
+            passed[row] = through
+    return bridged, joints
+
+
+class _Chains:
+    """Nodes in chains, in which each waits for the one before: whoever waits for a node waits for its whole chain."""
+
+    def __init__(self) -> None:
+        self._place: dict[int, tuple[int, int]] = {}
+        self._last: list[int] = []
+
+    def add(self, row: int, needed: Sequence[int]) -> None:
+        """A node and what it waits for: it prolongs the chain of one of them, or begins its own."""
+        for other in needed:
+            chain, position = self._place[other]
+            if self._last[chain] == other:
+                self._last[chain] = row
+                self._place[row] = chain, position + 1
+                return
+        self._place[row] = len(self._last), 0
+        self._last.append(row)
+
+    def latest(self, rows: Sequence[int]) -> list[int]:
+        """The last of these nodes in each chain: they imply the others."""
+        if len(rows) < 2:
+            return list(rows)
+        best: dict[int, tuple[int, int]] = {}
+        for row in rows:
+            chain, position = self._place[row]
+            if chain not in best or best[chain][0] < position:
+                best[chain] = position, row
+        return [row for _, row in best.values()]
+
+
+def _in_order(waits: Sequence[list[int]], where: str) -> Iterator[int]:
+    """All rows, each after those it waits for."""
+    behind: list[list[int]] = [[] for _ in waits]
+    missing = [len(needed) for needed in waits]
+    for row, needed in enumerate(waits):
+        for other in needed:
+            behind[other].append(row)
+    ready = [row for row, number in enumerate(missing) if not number]
+    done = 0
+    while ready:
+        row = ready.pop()
+        done += 1
+        yield row
+        for other in behind[row]:
+            missing[other] -= 1
+            if not missing[other]:
+                ready.append(other)
+    if done < len(missing):
+        raise InputError(
+            f"{len(missing) - done:,} nodes wait for each other in a circle, or for such nodes",
+            slug="chakra-circle",
+            where=where,
+            hint=f"traceloom validate {where} says which",
+        )
+
+
+def remaining(nodes: Iterator[Node], result: Isolated, progress: Callable[[int], None] | None = None) -> Iterator[Node]:
+    """The nodes that stay, with their new dependencies."""
+    for row, node in enumerate(nodes):
+        if progress and not row % 4096:
+            progress(row)
+        if not result.kept[row] and row not in result.joints:
+            continue
+        for name, waits in (("ctrl_deps", result.control), ("data_deps", result.data)):
+            node.ClearField(name)
+            getattr(node, name).extend(waits.get(row, ()))
+        stay = [attribute for attribute in node.attr if attribute.name not in _OF_A_GRAPH]
+        if len(stay) < len(node.attr):
+            copies = Node(attr=stay)
+            node.ClearField("attr")
+            node.attr.extend(copies.attr)
+        if not result.kept[row]:
+            node.type = NodeType.COMP_NODE
+            node.duration_micros = 0
+        yield node
+
+
+def metadata_of_side(metadata: GlobalMetadata, side: Side) -> GlobalMetadata:
+    """The metadata, with the side as an attribute; files of a graph are no longer such."""
+    out = GlobalMetadata()
+    out.CopyFrom(metadata)
+    del out.attr[:]
+    out.attr.extend(a for a in metadata.attr if not (a.name == "schema" and a.string_val == SCHEMA))
+    out.attr.add(name="only", string_val=side)
+    return out
+
+
+_RANK = re.compile(r"(?:^|\.)(\d{1,7})\.(?:et|jsonl?)(?:\.gz)?$", re.IGNORECASE)  # larger numbers are dates or job ids
+Messages = tuple[GlobalMetadata, Iterator[Node]]
+# What a directory may hold that is replaced.
+DIRECTORY_FILES = r"[^/]*\.et(\.gz)?|comm_groups?\.json"
+Say = Callable[[str], None]
+Form = Literal["et", "json", "jsonl"]
+FORMS: dict[str, Form] = {".et": "et", ".json": "json", ".jsonl": "jsonl"}
+_WRITERS: dict[Form, Callable[[BinaryIO, GlobalMetadata, Iterable[Node]], None]] = {
+    "et": lambda handle, metadata, nodes: EtWriter(handle).messages(metadata, nodes),
+    "json": write_json,
+    "jsonl": write_lines,
+}
+
+_ENDINGS = (".et", ".et.gz")
+
+
+@dataclass
+class ConversionInput:
+    """Something to convert; a context, which closes what is still open behind an error.
+
+    Attributes:
+        path: What the user named.
+        strict: Refuse files that are cut.
+        say: Told what is being done.
+        notices: What was found wrong on the way.
+        nodes: How many nodes were written.
+    """
+
+    path: Path
+    strict: bool = False
+    say: Say = lambda _: None
+    notices: list[Notice] = field(default_factory=list)
+    nodes: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.path.exists():
+            raise UsageError(f"there is no `{self.path}`", slug="no-file", hint="check the path")
+        self._graph: Graph | None = None
+        self._outgoing: Outgoing | None = None
+        self._files: list[tuple[int, Path]] = []
+        self._readers: list[EtReader | JsonReader] = []
+        if self.path.is_dir():
+            self._files = rank_files(self.path)
+            for name in (*(path for _, path in self._files), *(self.path / name for name in GROUP_FILES)):
+                files.note_input(name)
+        elif self.path.name.endswith(graph.ENDING) or graph.is_graph(self.path):
+            self.say(f"reading {self.path}")
+            self._graph = graph.load(self.path)
+        else:
+            number = _RANK.search(self.path.name)
+            self._files = [(int(number[1]) if number else 0, self.path)]
+
+    def __enter__(self) -> ConversionInput:  # noqa: PYI034  (typing.Self is younger than Python 3.10)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for reader in self._readers:
+            reader.__exit__(None, None, None)
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that there are."""
+        return [rank for rank, _ in self._files] if self._graph is None else self._leaving(self._graph).ranks
+
+    def graph(self) -> Graph:
+        """All of it as a graph.
+
+        Raises:
+            InputError: As `traceloom.workload.chakra.graph_read.read_graph`.
+        """
+        if self._graph is not None:
+            return self._graph
+        ranks, paths = self.ranks, [path for _, path in self._files]
+        self.say(f"reading {self.path}")
+        if all(form_of(path) in {"et", None} for path in paths):
+            graph = read_graph(paths, ranks=ranks, strict=self.strict)
+        else:
+            graph = from_messages([self.messages(rank) for rank in ranks], ranks, str(self.path))
+        self.notices.extend(graph.notices)
+        return graph
+
+    def messages(self, rank: int) -> Messages:
+        """The messages of one rank."""
+        if self._graph is not None:
+            return to_messages(self._leaving(self._graph), rank)
+        path = dict(self._files)[rank]
+        self.say(f"reading {path}")
+        reader = open_messages(path, strict=self.strict)
+        self._readers.append(reader)
+
+        def nodes() -> Iterator[Node]:
+            for number, node in enumerate(reader, 1):
+                if not number % 65536:
+                    self.say(f"{path}: {number:,} nodes")
+                yield node
+            reader.__exit__(None, None, None)
+            self.notices.extend(reader.notices)
+
+        return reader.metadata, nodes()
+
+    def _leaving(self, graph: Graph) -> Outgoing:
+        if self._outgoing is None:
+            self._outgoing = Outgoing(graph)
+        return self._outgoing
+
+    def one_side(self, rank: int, side: Side) -> Messages:
+        """The messages of one rank that are left of it with only one side."""
+        before = list(self.notices)
+        metadata, nodes = self.messages(rank)
+        where = str(self.path)
+        blocks: Iterator[Block] = blocks_of(nodes)
+        result = isolate(shape(blocks, where), side, where)
+        self.notices = [*before, *result.notices]  # what is wrong with the file is found again by the second pass
+        metadata, nodes = self.messages(rank)
+        return metadata_of_side(metadata, side), remaining(nodes, result)
+
+    def group_file(self) -> bytes | None:
+        """The members of groups, as a file beside the ranks' files has them."""
+        if self._graph is not None:
+            return group_file(self._graph) if groups(self._graph) else None
+        if not self.path.is_dir():
+            return None
+        group_path = next((self.path / name for name in GROUP_FILES if (self.path / name).is_file()), None)
+        return files.read_small(group_path, MOST_GROUP_BYTES) if group_path else None
+
+    def write_file(self, path: Path, side: Side | None, *, force: bool) -> int:
+        """Write the only rank as one file; returns its size in bytes.
+
+        Raises:
+            UsageError: `several-ranks`.
+            OutputError: `file-exists`, `cannot-write`.
+            InputError: As the readers; nothing is left behind.
+        """
+        if len(self.ranks) != 1:
+            raise UsageError(
+                f"one file holds one rank, and `{self.path}` has {len(self.ranks)}",
+                slug="several-ranks",
+                hint="give a directory, which gets one file per rank",
+            )
+        return self._write(self.ranks[0], path, side, force=force)
+
+    def write_directory(self, path: Path, side: Side | None, *, force: bool) -> list[Path]:
+        """Write `workload.<rank>.et` for all ranks, and the group file; returns the files."""
+
+        def produce(folder: Path) -> None:
+            for rank in self.ranks:
+                self._write(rank, folder / f"workload.{rank}.et", side, force=False)
+            if (members := self.group_file()) is not None:
+                (folder / GROUP_FILES[0]).write_bytes(members)
+
+        return files.write_directory(path, produce, DIRECTORY_FILES, force=force)
+
+    def _write(self, rank: int, path: Path, side: Side | None, *, force: bool) -> int:
+        self.say(f"writing rank {rank}")
+        form: Form | None = form_of(path)
+        if self._graph is not None and side is None and form == "et":  # the short way, without an object per node
+            before = self.nodes
+
+            def tell(count: int) -> None:
+                self.nodes = before + count
+                self.say(f"writing rank {rank}: {count:,} nodes")
+
+            return write_rank(self._leaving(self._graph), path, rank=rank, force=force, step=tell)
+        metadata, nodes = self.messages(rank) if side is None else self.one_side(rank, side)
+
+        def counted() -> Iterator[Node]:
+            for node in nodes:
+                self.nodes += 1
+                yield node
+
+        return write_messages(path, metadata, counted(), form=form, force=force)
+
+
+def form_of(path: Path) -> Form | None:
+    """The form that a file's name tells; None for another kind of file."""
+    name = path.name.lower().removesuffix(".gz")
+    return next((form for ending, form in FORMS.items() if name.endswith(ending)), None)
+
+
+def open_messages(path: str | Path, *, strict: bool = False) -> EtReader | JsonReader:
+    """A reader of Chakra messages: of `.et` where the file is named so, else told by content.
+
+    Raises:
+        InputError: As the readers.
+    """
+    path = Path(path)
+    form = form_of(path)
+    if form is None:
+        with open_file(path) as handle:
+            head = next(iter(GzipStream(handle)), b"")[:64]
+        form = "json" if head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith((b"{", b"[")) else "et"
+    if form == "et":
+        return EtReader(path, strict=strict)
+    return JsonReader(path, strict=strict)
+
+
+def write_messages(
+    path: str | Path,
+    metadata: GlobalMetadata,
+    nodes: Iterable[Node],
+    *,
+    form: Form | None = None,
+    force: bool = False,
+) -> int:
+    """Write messages in the form that the name tells, whole or not at all; returns the size of the file in bytes.
+
+    Args:
+        path: The file; gzip where the name ends in `.gz`.
+        metadata: The first message.
+        nodes: The others, in order.
+        form: The form, where the name does not say; `.et` otherwise.
+        force: Overwrite an existing file.
+
+    Raises:
+        OutputError: `file-exists`, `cannot-write`.
+    """
+    path = Path(path)
+    produce = _WRITERS[form or form_of(path) or "et"]
+    return write_gzip(path, lambda handle: produce(handle, metadata, nodes), force=force)
+
+
+def is_chakra(path: Path) -> bool:
+    """Whether it is an `.et` file or a directory of them, by name."""
+    if path.is_dir():
+        return any(member.name.lower().endswith(_ENDINGS) for member in path.iterdir())
+    return path.name.lower().endswith(_ENDINGS)
+
+
+def rank_files(directory: Path) -> list[tuple[int, Path]]:
+    """The files of the ranks in a directory (`PREFIX.RANK.et`, also as JSON or gzip), by rank.
+
+    Raises:
+        InputError: `no-traces`: there is none; `chakra-mixed`: a rank has several.
+    """
+    by_rank: dict[int, Path] = {}
+    for path in sorted(directory.iterdir()):
+        number = _RANK.search(path.name)
+        if number is None or not path.is_file():
+            continue
+        rank = int(number[1])
+        if rank in by_rank:
+            raise InputError(
+                f"rank {rank} has several files, {by_rank[rank].name} and {path.name}",
+                slug="chakra-mixed",
+                where=str(directory),
+                hint="name the files of one job",
+            )
+        by_rank[rank] = path
+    if not by_rank:
+        raise InputError(
+            "the directory holds no files like PREFIX.RANK.et",
+            slug="no-traces",
+            where=str(directory),
+            hint="name a file",
+        )
+    return sorted(by_rank.items())

@@ -1,0 +1,513 @@
+"""Small workloads with known answers.
+
+Of each layer: attention and MLP, in forward and backward, with the operations of their matrix products, and the
+all-reduces of tensor parallelism behind each; activations between pipeline stages; all-reduces of the gradients over
+data parallel ranks, layer by layer beside the last backward; an optimizer step. Embeddings and the head are not in it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import polars as pl
+
+from traceloom.errors import UsageError
+from traceloom.formats.chakra.et_pb2 import CollectiveCommType, NodeType
+from traceloom.formats.chakra.nodes import PLAIN, Pairs, PlainNodes, plain_metadata, write_plain
+from traceloom.workload import collective_algorithms
+from traceloom.workload.collective_algorithms import Schedule
+
+SCHEMA, VERSION = "traceloom-generated", 1
+
+
+class RankProgram:
+    """The nodes of one rank in the order in which they are added; ids count from 1.
+
+    Args:
+        rank: Which rank.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._nodes: list[dict[str, Any]] = []
+        self._awaited: list[list[int]] = []
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def compute(
+        self, name: str, after: Sequence[int] = (), *, us: int, operations: int | None = None, size: int | None = None
+    ) -> int:
+        """GPU work of `us` microseconds, with its floating-point operations and the bytes it moves in memory."""
+        return self._add(name, NodeType.COMP_NODE, after, duration_us=us, num_ops=operations, tensor_size=size)
+
+    def collective(
+        self, kind: str, size: int, after: Sequence[int] = (), *, group: str | None = None, name: str = ""
+    ) -> int:
+        """A collective (`ALL_REDUCE`) of `size` bytes, with the meaning of comm_size; `group` None is all ranks."""
+        kind_number = int(CollectiveCommType.Value(kind))
+        return self._add(
+            name or kind.lower(), NodeType.COMM_COLL_NODE, after, comm_type=kind_number, comm_size=size, pg_name=group
+        )
+
+    def send(self, to: int, size: int, after: Sequence[int] = (), *, tag: int, name: str = "") -> int:
+        """A message to a rank."""
+        label = name or f"send to {to}"
+        ends = {"comm_src": self.rank, "comm_dst": to}
+        return self._add(label, NodeType.COMM_SEND_NODE, after, comm_size=size, comm_tag=tag, **ends)
+
+    def receive(self, source: int, size: int, after: Sequence[int] = (), *, tag: int, name: str = "") -> int:
+        """A message from a rank."""
+        label = name or f"receive from {source}"
+        ends = {"comm_src": source, "comm_dst": self.rank}
+        return self._add(label, NodeType.COMM_RECV_NODE, after, comm_size=size, comm_tag=tag, **ends)
+
+    def _add(self, name: str, kind: int, after: Sequence[int], **more: Any) -> int:
+        number = len(self._nodes) + 1
+        self._nodes.append(
+            {"id": number, "name": name, "type": int(kind), "duration_us": 0, "is_cpu_op": False, **more}
+        )
+        self._awaited.append(sorted(set(after)))
+        return number
+
+    def sent(self) -> tuple[int, int]:
+        """How many messages the rank sends, and their bytes."""
+        sizes = [node["comm_size"] for node in self._nodes if node["type"] == NodeType.COMM_SEND_NODE]
+        return len(sizes), sum(sizes)
+
+    def collective_bytes(self) -> dict[str, int]:
+        """Sum of comm_size by kind of collective."""
+        totals: dict[str, int] = {}
+        for node in self._nodes:
+            if node["type"] == NodeType.COMM_COLL_NODE:
+                kind = CollectiveCommType.Name(node["comm_type"]).lower()
+                totals[kind] = totals.get(kind, 0) + node["comm_size"]
+        return totals
+
+    def compute_us(self) -> int:
+        """Computation of the rank, one after the other."""
+        return sum(node["duration_us"] for node in self._nodes)
+
+    def operations(self) -> int:
+        """Floating-point operations of the rank."""
+        return sum(node.get("num_ops") or 0 for node in self._nodes)
+
+    def plain(self) -> PlainNodes:
+        """The columns of the rank's file."""
+        row = np.repeat(np.arange(len(self._nodes)), [len(awaited) for awaited in self._awaited])
+        ids = np.array([number for awaited in self._awaited for number in awaited], dtype=np.int64)
+        return PlainNodes(pl.DataFrame(self._nodes, schema=PLAIN), Pairs(row.astype(np.int64), ids))
+
+
+@dataclass(frozen=True)
+class Generated:
+    """A workload with known answers.
+
+    Attributes:
+        kind: What was generated.
+        options: With which options.
+        programs: The ranks' programs, from rank 0.
+        groups: Members of the groups that are not all ranks.
+        totals: What is known of it: numbers by name, with units in the names.
+    """
+
+    kind: str
+    options: Mapping[str, Any]
+    programs: Sequence[RankProgram]
+    groups: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    totals: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `traceloom generate --json` prints, and the files' metadata hold."""
+        return {
+            "format": SCHEMA,
+            "version": VERSION,
+            "kind": self.kind,
+            "options": dict(self.options),
+            "ranks": len(self.programs),
+            "nodes": [len(program) for program in self.programs],
+            "groups": {name: list(members) for name, members in self.groups.items()},
+            "totals": dict(self.totals),
+        }
+
+
+KINDS = tuple(sorted(name.lower() for name in CollectiveCommType.keys()))  # noqa: SIM118  (it is no dict)
+ALGORITHMS = ("one-node", *collective_algorithms.ALGORITHMS)
+_HOST_RANKS = 8  # of two-level
+
+
+@dataclass(frozen=True)
+class CollectiveOptions:
+    """What to generate.
+
+    Attributes:
+        collective: One of `KINDS`.
+        ranks: How many ranks take part, >= 2.
+        size: Bytes, with the meaning of comm_size: of all_gather one rank's part, else the full buffer of a rank.
+        algorithm: One node per rank, or sends and receives; hosts of two-level have 8 ranks.
+        compute_us: Computation before the collective, and for each reduction of an algorithm; 0 for none.
+    """
+
+    collective: str = "all_reduce"
+    ranks: int = 8
+    size: int = 1 << 20
+    algorithm: str = "one-node"
+    compute_us: int = 0
+
+
+def collectives(options: CollectiveOptions) -> Generated:
+    """One collective.
+
+    Known: of algorithms `sent_bytes` per rank and `messages` of all ranks; else `comm_bytes` per rank, its
+    comm_size.
+
+    Raises:
+        UsageError: slugs `cannot-generate`: the algorithm cannot do the collective, or the size has too few bytes for
+            parts; `no-such-schedule`: not with so many ranks.
+    """
+    programs = [RankProgram(rank) for rank in range(options.ranks)]
+    one_node = options.algorithm == "one-node"
+    kinds = () if one_node else collective_algorithms.KINDS_OF[options.algorithm]
+    if not one_node and options.collective not in kinds:
+        raise UsageError(
+            f"there is no {options.algorithm} algorithm for {options.collective}",
+            slug="cannot-generate",
+            hint=f"it does {', '.join(sorted(kinds))}",
+        )
+    if options.size < options.ranks and options.collective != "barrier":
+        raise UsageError(
+            f"{options.size} bytes are fewer than one for each of the {options.ranks} ranks",
+            slug="cannot-generate",
+            hint="give more bytes",
+        )
+    size = 0 if options.collective == "barrier" else options.size
+    made = None
+    if not one_node:
+        made = collective_algorithms.schedule(
+            options.collective, options.algorithm, options.ranks, options.size, local=_HOST_RANKS
+        )
+    for program in programs:
+        before = [program.compute("compute", us=options.compute_us)] if options.compute_us else []
+        if made is None:
+            program.collective(options.collective.upper(), size, before)
+    totals: dict[str, object]
+    if made is None:
+        totals = {"comm_bytes": [size] * options.ranks}
+    else:
+        _write(programs, made, options)
+        sent = [program.sent() for program in programs]
+        totals = {"sent_bytes": [sent_size for _, sent_size in sent], "messages": sum(count for count, _ in sent)}
+    return Generated("collective", asdict(options), programs, {}, totals)
+
+
+def _write(programs: Sequence[RankProgram], made: Schedule, options: CollectiveOptions) -> None:
+    """The messages of a schedule; they begin after each rank's computation, and end in one node.
+
+    A message waits for what holds the newest data of its sender, and for the sender's message before it, so that they
+    go in their order; messages of one round do not wait for each other.
+    """
+    newest = [[len(program)] if len(program) else [] for program in programs]
+    before = [list(nodes) for nodes in newest]  # what the next send waits for, too
+    unawaited: list[list[int]] = [[] for _ in programs]  # sends for which nothing waits yet
+    for tag, part in enumerate(made.rounds):
+        messages = list(zip(*(c.tolist() for c in (part.source, part.target, part.bytes, part.reduced)), strict=True))
+        sent: dict[int, list[int]] = defaultdict(list)
+        taken: dict[int, list[int]] = defaultdict(list)
+        reductions = Counter[int]()
+        for source, target, size, _ in messages:
+            after = [*newest[source], *before[source]]
+            sent[source].append(programs[source].send(target, size, after, tag=tag))
+        for source, target, size, reduced in messages:
+            taken[target].append(programs[target].receive(source, size, newest[target], tag=tag))
+            reductions[target] += reduced > 0
+        for rank, nodes in sent.items():
+            unawaited[rank] = [*(node for node in unawaited[rank] if node not in before[rank]), *nodes]
+            before[rank] = nodes if len(nodes) == 1 else []
+        for rank, nodes in taken.items():
+            newest[rank] = nodes
+            if reductions[rank] and options.compute_us:
+                us = options.compute_us * reductions[rank]
+                newest[rank] = [programs[rank].compute("reduce", nodes, us=us)]
+    for program, last, nodes in zip(programs, newest, unawaited, strict=True):
+        program.compute(f"end of {options.collective}", [*last, *nodes], us=0)
+
+
+Step = tuple[Literal["forward", "backward"], int]
+SCHEDULES = ("1f1b", "gpipe")
+_FORWARD_US, _BACKWARD_US = 100, 200  # of a micro-batch on a stage
+
+
+@dataclass(frozen=True)
+class PipelineOptions:
+    """What to generate.
+
+    Attributes:
+        ranks: Stages, one per rank, >= 2.
+        micro_batches: How many go through.
+        schedule: `1f1b` (one forward, one backward) or `gpipe` (all forward, then all backward).
+        size: Bytes of the activations between stages, and of their gradients.
+    """
+
+    ranks: int = 4
+    micro_batches: int = 8
+    schedule: str = "1f1b"
+    size: int = 1 << 20
+
+
+def schedule_of(schedule: str, stage: int, stages: int, micro_batches: int) -> Iterator[Step]:
+    """What a stage does, one thing after the other."""
+    ahead = micro_batches if schedule == "gpipe" else min(stages - 1 - stage, micro_batches)
+    for number in range(ahead):
+        yield "forward", number
+    for number in range(ahead, micro_batches):
+        yield "forward", number
+        yield "backward", number - ahead
+    for number in range(micro_batches - ahead, micro_batches):
+        yield "backward", number
+
+
+def pipeline(options: PipelineOptions) -> Generated:
+    """A training step of a pipeline; of a micro-batch a stage takes 100 µs forward and 200 µs backward.
+
+    Known, for messages that take no time: `step_us` = (micro-batches + stages - 1) x (forward + backward), of which
+    (stages - 1) x (forward + backward) are bubble on every stage; and `activations`, the micro-batches that a stage
+    holds at most.
+    """
+    programs = [RankProgram(rank) for rank in range(options.ranks)]
+    activations = []
+    for program in programs:
+        previous, following = program.rank - 1, program.rank + 1
+        held = most = 0
+        last: list[int] = []
+        got: dict[str, list[int]] = {"forward": [], "backward": []}
+        for direction, number in schedule_of(options.schedule, program.rank, options.ranks, options.micro_batches):
+            forward = direction == "forward"
+            source, to = (previous, following) if forward else (following, previous)
+            us = _FORWARD_US if forward else _BACKWARD_US
+            tag = 2 * number + (not forward)
+            after = list(last)
+            if 0 <= source < options.ranks:
+                got[direction] = [program.receive(source, options.size, got[direction], tag=tag)]
+                after += got[direction]
+            last = [program.compute(f"{direction} {number}", after, us=us)]
+            if 0 <= to < options.ranks:
+                program.send(to, options.size, last, tag=tag)
+            held += 1 if forward else -1
+            most = max(most, held)
+        activations.append(most)
+    both = _FORWARD_US + _BACKWARD_US
+    totals = {
+        "step_us": (options.micro_batches + options.ranks - 1) * both,
+        "bubble_us": (options.ranks - 1) * both,
+        "compute_us": [program.compute_us() for program in programs],
+        "sent_bytes": [program.sent()[1] for program in programs],
+        "activations": activations,
+    }
+    return Generated("pipeline", asdict(options), programs, {}, totals)
+
+
+_ADAM_OPERATIONS, _ADAM_BYTES = 12, 24  # per parameter: moments and update; read and written in 4 bytes each
+_ACTIVATIONS, _OPTIMIZER_BYTES = 17, 12
+_TOKENS = 1024  # of a micro-batch, which is one sample
+_ELEMENT_BYTES = 2  # of an activation, weight or gradient
+_WEIGHTS = {"attention": 4, "mlp": 8}  # x hidden^2
+
+
+@dataclass(frozen=True)
+class TransformerOptions:
+    """What to generate.
+
+    Attributes:
+        data_parallel: Copies of the model.
+        tensor_parallel: Ranks that share every layer.
+        pipeline_parallel: Stages; divides the layers.
+        layers: Layers of the model.
+        hidden: Width of the model; the MLP is four times as wide.
+        micro_batches: Micro-batches of a step, per copy of the model: samples of 1024 tokens.
+        schedule: `1f1b` or `gpipe`.
+        tflops: Operations per second that a rank reaches, in 10^12.
+        memory_gbps: Bytes per second of its memory, in 10^9.
+    """
+
+    data_parallel: int = 2
+    tensor_parallel: int = 2
+    pipeline_parallel: int = 2
+    layers: int = 4
+    hidden: int = 1024
+    micro_batches: int = 4
+    schedule: str = "1f1b"
+    tflops: float = 300.0
+    memory_gbps: float = 2000.0
+
+
+@dataclass(frozen=True)
+class _Position:
+    """Where a rank stands: tensor parallel ranks are neighbours, then data parallel ones, then stages."""
+
+    tensor: int
+    data: int
+    stage: int
+
+    def rank(self, options: TransformerOptions) -> int:
+        return (self.stage * options.data_parallel + self.data) * options.tensor_parallel + self.tensor
+
+
+def transformer(options: TransformerOptions) -> Generated:
+    """One training step.
+
+    Known: `operations` and `compute_us` of every rank, `collective_bytes` (sum of comm_size by kind), `sent_bytes`.
+
+    Raises:
+        UsageError: `cannot-generate`: layers or width do not divide.
+    """
+    if options.layers % options.pipeline_parallel or options.hidden % options.tensor_parallel:
+        raise UsageError(
+            f"{options.layers} layers and a width of {options.hidden} cannot be shared by "
+            f"{options.pipeline_parallel} stages and {options.tensor_parallel} tensor parallel ranks",
+            slug="cannot-generate",
+            hint="choose numbers that divide",
+        )
+    positions = [
+        _Position(tensor, data, stage)
+        for stage in range(options.pipeline_parallel)
+        for data in range(options.data_parallel)
+        for tensor in range(options.tensor_parallel)
+    ]
+    # Groups of one need no communication; a group of all ranks has no name.
+    by_key: dict[tuple[str, int, int], list[int]] = {}
+    for position in positions:
+        by_key.setdefault(("tensor", position.data, position.stage), []).append(position.rank(options))
+        by_key.setdefault(("data", position.tensor, position.stage), []).append(position.rank(options))
+    names: dict[tuple[int, ...], str | None] = {}
+    for members in by_key.values():
+        if len(members) > 1 and tuple(members) not in names:
+            number = 1 + len([name for name in names.values() if name])
+            names[tuple(members)] = None if len(members) == len(positions) else str(number)
+    groups = {name: list(members) for members, name in names.items() if name}
+    programs = [RankProgram(position.rank(options)) for position in positions]
+    for program, position in zip(programs, positions, strict=True):
+        _RankProgram(program, position, options, names).write()
+    totals = {
+        "operations": [program.operations() for program in programs],
+        "compute_us": [program.compute_us() for program in programs],
+        "collective_bytes": [program.collective_bytes() for program in programs],
+        "sent_bytes": [program.sent()[1] for program in programs],
+    }
+    return Generated("transformer", asdict(options), programs, groups, totals)
+
+
+def memory_bytes(options: TransformerOptions) -> int:
+    """What the rank that needs most memory holds at most, without what libraries and fragments take.
+
+    Weights and gradients of an element each; 12 bytes per parameter of the optimizer (a copy of the weight and two
+    moments, 4 bytes each); and the activations of the micro-batches that are on their way at once, of each layer 17
+    times tokens x width elements, shared by the tensor parallel ranks (attention scores are worked out again).
+
+    Source: Korthikanti et al., "Reducing activation recomputation in large transformer models" (2022), equation 2
+    without the term of the scores, with sequence parallelism.
+    """
+    layers = options.layers // options.pipeline_parallel
+    weights = sum(_WEIGHTS.values()) * options.hidden**2 * layers // options.tensor_parallel
+    of_layer = _ACTIVATIONS * _TOKENS * options.hidden * _ELEMENT_BYTES // options.tensor_parallel
+    ahead = options.micro_batches
+    if options.schedule == "1f1b":
+        ahead = min(options.pipeline_parallel, ahead)
+    return weights * (2 * _ELEMENT_BYTES + _OPTIMIZER_BYTES) + ahead * layers * of_layer
+
+
+class _RankProgram:
+    """Writes the program of one rank."""
+
+    def __init__(
+        self,
+        program: RankProgram,
+        position: _Position,
+        options: TransformerOptions,
+        names: dict[tuple[int, ...], str | None],
+    ) -> None:
+        self.program, self.position, self.options = program, position, options
+        tensor = [_Position(k, position.data, position.stage).rank(options) for k in range(options.tensor_parallel)]
+        data = [_Position(position.tensor, k, position.stage).rank(options) for k in range(options.data_parallel)]
+        self.tensor_group, self.data_group = names.get(tuple(tensor)), names.get(tuple(data))
+        self.activation = _TOKENS * options.hidden * _ELEMENT_BYTES
+        self.own_layers = options.layers // options.pipeline_parallel
+        self.last: list[int] = []  # the compute or collective that the next one waits for
+        self.gradients: list[int] = []
+
+    def write(self) -> None:
+        """The whole step."""
+        options, got = self.options, dict[str, list[int]]()
+        steps = list(
+            schedule_of(options.schedule, self.position.stage, options.pipeline_parallel, options.micro_batches)
+        )
+        for turn, (direction, number) in enumerate(steps):
+            forward = direction == "forward"
+            tag = 2 * number + (not forward)
+            source, to = self.neighbour(-1 if forward else 1), self.neighbour(1 if forward else -1)
+            if source is not None:
+                got[direction] = [self.program.receive(source, self.activation, got.get(direction, []), tag=tag)]
+                self.last = [*self.last, *got[direction]]
+            self.layers(number, forward=forward, final=turn == len(steps) - 1)
+            if to is not None:
+                self.program.send(to, self.activation, self.last, tag=tag)
+        weights = sum(_WEIGHTS.values()) * options.hidden**2 * self.own_layers // options.tensor_parallel
+        operations, size = _ADAM_OPERATIONS * weights, _ADAM_BYTES * weights
+        after = [*self.last, *self.gradients]
+        self.program.compute("optimizer", after, us=self.us(operations, size), operations=operations, size=size)
+
+    def neighbour(self, step: int) -> int | None:
+        stage = self.position.stage + step
+        inside = 0 <= stage < self.options.pipeline_parallel
+        return _Position(self.position.tensor, self.position.data, stage).rank(self.options) if inside else None
+
+    def layers(self, number: int, *, forward: bool, final: bool) -> None:
+        options, program = self.options, self.program
+        first = self.position.stage * self.own_layers
+        layers = range(first, first + self.own_layers)
+        for layer in layers if forward else reversed(layers):
+            for part in ("attention", "mlp") if forward else ("mlp", "attention"):
+                # Matrix products: 2 operations per weight and token, twice that backward; attention has its scores.
+                name = f"layer {layer} {part} {'forward' if forward else 'backward'} {number}"
+                weights = _WEIGHTS[part] * options.hidden**2
+                operations = 2 * weights * _TOKENS
+                if part == "attention":
+                    operations += 4 * options.hidden * _TOKENS**2
+                operations = operations * (1 if forward else 2) // options.tensor_parallel
+                size = weights * _ELEMENT_BYTES // options.tensor_parallel + 2 * self.activation
+                us = self.us(operations, size)
+                self.last = [program.compute(name, self.last, us=us, operations=operations, size=size)]
+                if options.tensor_parallel > 1:
+                    name, group = f"{name} all-reduce", self.tensor_group
+                    self.last = [program.collective("ALL_REDUCE", self.activation, self.last, group=group, name=name)]
+            if final and options.data_parallel > 1:
+                size = sum(_WEIGHTS.values()) * options.hidden**2 // options.tensor_parallel * _ELEMENT_BYTES
+                after, name = [*self.last, *self.gradients[-1:]], f"layer {layer} gradients"
+                node = program.collective("ALL_REDUCE", size, after, group=self.data_group, name=name)
+                self.gradients.append(node)
+
+    def us(self, operations: int, size: int) -> int:
+        """Roofline: whichever takes longer, operations or bytes; at least 1 µs."""
+        return max(1, round(operations / (self.options.tflops * 1e6)), round(size / (self.options.memory_gbps * 1e3)))
+
+
+STAGE = "pre-transformed"  # the workload as it is written down; nothing has compiled or run it
+
+
+def write_generated(generated: Generated, directory: str | Path, *, force: bool = False) -> list[Path]:
+    """Write `workload.<rank>.et` and the group file; the metadata of every file describe the whole workload.
+
+    Raises:
+        OutputError: `file-exists`, `cannot-write`.
+    """
+    description = json.dumps(generated.to_dict())
+    ranks = [
+        (plain_metadata(SCHEMA, {"rank": p.rank, "stage": STAGE, "generated": description}), p.plain())
+        for p in generated.programs
+    ]
+    return write_plain(Path(directory), ranks, generated.groups, force=force)

@@ -1,0 +1,364 @@
+"""`.et` to Graph, for files of other writers: durations in microseconds and dependencies, mostly without start times.
+
+Every edge is `assumed`: the file does not say how it is known. A node starts when all that it depends on has ended,
+and not before the start time that the file gives, if any. What depends on nothing hangs on the origin of its rank. A
+control dependency is an op's place in the call stack: the op starts after the start of its caller, not after its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain, islice
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from traceloom.errors import InputError, InvariantError
+from traceloom.formats.chakra.decode import DamageError, Decoder
+from traceloom.formats.chakra.et_pb2 import CollectiveCommType, NodeType
+from traceloom.formats.chakra.files import Block
+from traceloom.formats.chakra.nodes import ADDED
+from traceloom.graph.graph import (
+    COLLECTIVE,
+    COMMUNICATION,
+    COPY,
+    GRAPH_SCHEMAS,
+    HOST,
+    KERNEL,
+    ORIGIN,
+    RECEIVE,
+    SEND,
+    Graph,
+    topological_order,
+)
+from traceloom.trace.array_types import Ints
+from traceloom.trace.notice import Notice
+
+_NUMBERS = (
+    "is_cpu_op",
+    "comm_type",
+    "comm_size",
+    "comm_src",
+    "comm_dst",
+    "comm_tag",
+    "comm_group",
+    "tensor_size",
+    "stream",
+    "tid",
+)
+ATTRIBUTES = (*_NUMBERS, "pg_name", ADDED)
+_COLUMNS = pl.Schema(
+    {name: pl.Int64() for name in ("id", "type", "start_us", "duration_us")}
+    | {"name": pl.String()}
+    | {name: pl.Int64() for name in _NUMBERS}
+    | {"pg_name": pl.String()}
+)
+_KINDS = {
+    int(NodeType.COMM_SEND_NODE): SEND,
+    int(NodeType.COMM_RECV_NODE): RECEIVE,
+    int(NodeType.COMM_COLL_NODE): COLLECTIVE,
+    int(NodeType.MEM_LOAD_NODE): COPY,
+    int(NodeType.MEM_STORE_NODE): COPY,
+    int(NodeType.METADATA_NODE): HOST,
+}
+_COLLECTIVES = {int(number): name.lower() for name, number in CollectiveCommType.items()} | {
+    int(CollectiveCommType.REDUCE_SCATTER_BLOCK): "reduce_scatter"
+}
+_MOST = 1 << 20  # bytes of files that are decoded as one
+_LONGEST_US = 2**60 // 1000  # 36 years
+
+
+@dataclass(frozen=True, slots=True)
+class RankFile:
+    """The nodes of one file.
+
+    Attributes:
+        blocks: The nodes.
+        rank: The rank of the file.
+        where: The file.
+    """
+
+    blocks: Iterable[Block]
+    rank: int
+    where: str
+
+
+def graphs_of(files: Iterable[RankFile]) -> Iterator[Graph]:
+    """The graphs of files, in their order; neighbours that are small become one graph, which costs a tenth.
+
+    Raises:
+        InputError: As `graph_of`.
+    """
+    few: list[RankFile] = []
+    size = 0
+    for file in files:
+        blocks = iter(file.blocks)
+        first = list(islice(blocks, 2))
+        whole = RankFile(chain(first, blocks), file.rank, file.where)
+        own = sum(len(block.data) for block in first)
+        if len(first) > 1 or own > _MOST:
+            yield from _together(few)
+            yield graph_of(whole)
+            few, size = [], 0
+            continue
+        if size + own > _MOST:
+            yield from _together(few)
+            few, size = [], 0
+        few.append(RankFile(first, file.rank, file.where))
+        size += own
+    yield from _together(few)
+
+
+def _together(files: list[RankFile]) -> Iterator[Graph]:
+    """One graph of small files; of each its own where something is wrong with one of them, which says what."""
+    if len(files) > 1:
+        blocks = [block for file in files for block in file.blocks]
+        at = [0, *accumulate(len(block.data) for block in blocks)]
+        joined = Block(
+            b"".join(block.data for block in blocks),
+            [start + base for block, base in zip(blocks, at, strict=False) for start in block.starts],
+            [stop + base for block, base in zip(blocks, at, strict=False) for stop in block.stops],
+            0,
+            0,
+        )
+        counts = [sum(map(len, file.blocks)) for file in files]
+        try:
+            graph = _graph_of([joined], counts, [file.rank for file in files], "")
+        except InputError:
+            pass
+        else:
+            if not graph.notices:
+                yield graph
+                return
+    yield from map(graph_of, files)
+
+
+def graph_of(file: RankFile) -> Graph:
+    """The graph of one file.
+
+    Raises:
+        InputError: `chakra-damaged`; `chakra-circle`: nodes wait for each other; `chakra-times`: longer than 36 years.
+    """
+    return replace(_graph_of(file.blocks, None, [file.rank], file.where), name=file.where)
+
+
+def _graph_of(blocks: Iterable[Block], counts: Sequence[int] | None, ranks: Sequence[int], where: str) -> Graph:
+    """The graph of files, `counts` nodes each; of all nodes where None."""
+    rank = ranks[0]  # of several files nobody is told anything
+    frames = [pl.DataFrame(schema=_COLUMNS)]
+    # Pairs of row and id; `added` are those of the data dependencies that only a target needed.
+    pairs: dict[str, list[pl.DataFrame]] = {"call": [], "data": [], "added": []}
+    count = 0
+    try:
+        for columns in Decoder(ATTRIBUTES, where).columns(blocks):
+            own = {name: getattr(columns, name) for name in ("id", "type", "start_us", "duration_us")}
+            frame = pl.DataFrame({**own, "name": columns.names}).with_columns(
+                *(columns.numbers(name) for name in _NUMBERS), columns.strings("pg_name")
+            )
+            frames.append(frame.select(_COLUMNS.names()).cast(_COLUMNS))
+            added = columns.lists(ADDED, "uint64_list")
+            for kind, lists in (("call", columns.control), ("data", columns.data), ("added", added)):
+                rows = np.repeat(lists.row, lists.count) + count
+                pairs[kind].append(pl.DataFrame({"target": rows, "id": lists.values}))
+            count += len(columns)
+    except DamageError as error:
+        raise InputError("an attribute of a node breaks the encoding", slug="chakra-damaged", where=where) from error
+    nodes = pl.concat(frames)
+    fine = nodes["start_us"].is_between(0, _LONGEST_US) & nodes["duration_us"].is_between(0, _LONGEST_US)
+    if not fine.all():
+        raise InputError(f"{(~fine).sum()} nodes have times of over 36 years", slug="chakra-times", where=where)
+    latest_us = (nodes["start_us"].max() or 0) + nodes["duration_us"].cast(pl.Float64).sum()  # type: ignore[operator]
+    if latest_us > 4 * _LONGEST_US:
+        raise InputError("the times of the nodes add up to over 146 years", slug="chakra-times", where=where)
+    notices: list[Notice] = []
+    none = pl.DataFrame(schema={"target": pl.Int64, "id": pl.Int64})
+    dependencies = {kind: pl.concat([none, *frames_of], rechunk=True) for kind, frames_of in pairs.items()}
+    file = np.repeat(np.arange(len(ranks)), [nodes.height] if counts is None else counts)
+    edges, simulated = _edges(nodes.select("id", file=pl.Series(file)), dependencies, notices, rank, where)
+    try:
+        start = _starts(nodes, edges)
+    except InvariantError:
+        data = edges.filter(kind="data")
+        try:
+            start = _starts(nodes, data)
+        except InvariantError as error:
+            raise InputError(
+                "nodes wait for each other in a circle",
+                slug="chakra-circle",
+                where=where,
+                hint=f"traceloom validate {where} says which",
+            ) from error
+        dropped = edges.height - data.height
+        message = f"{dropped:,} control dependencies go against the data dependencies, and are left out"
+        notices.append(Notice("chakra-control-circle", "warning", message, dropped, rank, where))
+        edges = data
+    # What the file says that only a target needed is an edge of kind `simulation`.
+    edges = edges.join(simulated, on=["source", "target"], how="left", maintain_order="left")
+    only = pl.col("only") & (pl.col("kind") == "data")
+    edges = edges.with_columns(kind=pl.when(only).then(pl.lit("simulation")).otherwise("kind")).drop("only")
+    return replace(_graph(nodes, edges, start, file, ranks), notices=tuple(notices))
+
+
+def _edges(
+    ids: pl.DataFrame, dependencies: dict[str, pl.DataFrame], notices: list[Notice], rank: int, where: str
+) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Edges between rows of the nodes, and which only a target needed; ids that no node has are counted."""
+    rows_by_id = ids.with_columns(source=pl.int_range(pl.len(), dtype=pl.Int64))
+    dependencies = {
+        kind: frame.with_columns(ids["file"].gather(frame["target"])) for kind, frame in dependencies.items()
+    }
+    if twice := ids.height - ids.n_unique():
+        message = f"{twice:,} nodes have the id of an earlier node; what depends on it waits for the earlier one"
+        notices.append(Notice("chakra-duplicate-ids", "error", message, twice, rank, where))
+        rows_by_id = rows_by_id.unique(["file", "id"], keep="first", maintain_order=True)
+    edges = pl.concat(
+        [
+            dependencies[kind]
+            .join(rows_by_id, on=["file", "id"], how="left", maintain_order="left")
+            .select("source", "target", kind=pl.lit(kind), from_end=pl.lit(kind == "data"))
+            for kind in ("call", "data")
+        ]
+    )
+    if dangling := edges["source"].null_count():
+        message = f"{dangling:,} dependencies name nodes that the file does not have, and are left out"
+        notices.append(Notice("chakra-dangling", "warning", message, dangling, rank, where))
+    added = dependencies["added"].join(rows_by_id, on=["file", "id"]).select("source", "target", only=True).unique()
+    return edges.drop_nulls().filter(pl.col("source") != pl.col("target")).unique(maintain_order=True), added
+
+
+def _starts(nodes: pl.DataFrame, edges: pl.DataFrame) -> Ints:
+    source, target = edges["source"].to_numpy(), edges["target"].to_numpy()
+    from_point = source * 2 + edges["from_end"].to_numpy()
+    order = topological_order(nodes.height, from_point, target * 2)
+    by_source = np.argsort(from_point, kind="stable")
+    followers = target[by_source].tolist()
+    counts = np.bincount(from_point, minlength=2 * nodes.height)
+    first: Any = np.concatenate([[0], np.cumsum(counts)]).tolist()
+    duration: Any = (nodes["duration_us"].to_numpy() * 1000).tolist()
+    start: Any = (nodes["start_us"].to_numpy() * 1000).tolist()
+    for point in order.tolist():
+        node, is_end = point >> 1, point & 1
+        time = start[node] + (duration[node] if is_end else 0)
+        for follower in followers[first[point] : first[point + 1]]:
+            start[follower] = max(start[follower], time)
+    return np.array(start, np.int64)
+
+
+def _graph(decoded: pl.DataFrame, edges: pl.DataFrame, start: Ints, file: Ints, ranks: Sequence[int]) -> Graph:
+    """The frames. Before the first row of each file comes its origin, so that all rows of the k-th move by k + 1."""
+    rank = pl.Series(np.asarray(ranks)[file])
+    on_host = (decoded["is_cpu_op"] == 1).fill_null(value=False)
+    nodes = decoded.select(
+        "name",
+        kind=pl.col("type").replace_strict(
+            _KINDS,
+            default=pl.when(pl.lit(on_host)).then(pl.lit(HOST)).otherwise(pl.lit(KERNEL)),
+            return_dtype=pl.String,
+        ),
+        rank=rank,
+        start_ns=pl.lit(pl.Series(start)),
+        duration_ns=pl.col("duration_us") * 1000,
+        work_ns=pl.col("duration_us") * 1000,
+        bytes=pl.coalesce(pl.when(pl.col("type").is_in([5, 6, 7])).then("comm_size"), "tensor_size"),
+    ).with_columns(residual_ns=pl.lit(0))
+    lane, lanes = _lanes(nodes["kind"], decoded, rank)
+    moved = np.arange(len(start)) + file + 1
+    count = np.bincount(file, minlength=len(ranks))
+    origin_row = np.cumsum(count) - count + np.arange(len(ranks))
+    origins = pl.DataFrame({"node": origin_row, "rank": ranks}).with_columns(
+        *(pl.lit(0).alias(name) for name in ("start_ns", "duration_ns", "work_ns", "residual_ns")),
+        name=pl.lit(""),
+        kind=pl.lit(ORIGIN),
+    )
+    nodes = pl.concat([origins, nodes.with_columns(lane=lane, node=pl.Series(moved))], how="diagonal_relaxed")
+    nodes = nodes.sort("node")
+    ends = nodes.group_by("rank").agg((pl.col("start_ns") + pl.col("duration_ns")).max().alias("window_end_ns"))
+    windows = origins.select("rank", window_start_ns="start_ns", clock_offset_ns="start_ns", clock_drift=pl.lit(0.0))
+    windows = windows.join(ends, on="rank", how="left", maintain_order="left")
+    # What has no edge of its own waits for the origin, for as long as its file says.
+    alone = np.ones(len(start), np.bool_)
+    alone[edges["target"].to_numpy()] = False
+    edges = edges.with_columns(
+        pl.Series("source", moved[edges["source"].to_numpy()]),
+        pl.Series("target", moved[edges["target"].to_numpy()]),
+        residual_ns=pl.lit(0),
+    )
+    first = pl.DataFrame({"source": origin_row[file[alone]], "target": moved[alone]}).with_columns(
+        kind=pl.lit("origin"), from_end=pl.lit(value=True), residual_ns=pl.Series(start[alone])
+    )
+    edges = pl.concat([edges, first.select(edges.columns)], how="vertical_relaxed").with_columns(
+        evidence=pl.lit("assumed"),
+        delay_ns=pl.lit(0),
+        to_end=pl.lit(value=False),
+    )
+    schema = GRAPH_SCHEMAS["edges"]
+    missing = [name for name in GRAPH_SCHEMAS["nodes"] if name not in nodes.columns]
+    nodes = nodes.with_columns(pl.lit(None).alias(name) for name in missing)
+    part = nodes["kind"].cast(pl.String).gather(moved)
+    frame = decoded.with_columns(node=pl.Series(moved), part=part).filter(part.is_in(list(COMMUNICATION)))
+    sends, receives = pl.col("part") == SEND, pl.col("part") == RECEIVE
+    rows = frame.select(
+        "node",
+        instance=pl.lit(None),
+        kind=pl.when(sends | receives)
+        .then("part")
+        .otherwise(pl.col("comm_type").replace_strict(_COLLECTIVES, default=None, return_dtype=pl.String)),
+        group=pl.coalesce("pg_name", pl.col("comm_group").cast(pl.String)),
+        group_size=pl.lit(None),
+        ranks=pl.lit(None),
+        sequence=pl.lit(None),
+        element_type=pl.lit(None),
+        in_bytes=pl.when(~receives).then("comm_size"),
+        out_bytes=pl.when(receives).then("comm_size"),
+        peer=pl.when(sends).then("comm_dst").when(receives).then("comm_src"),
+        tag=pl.when(sends | receives).then("comm_tag"),
+        in_splits=pl.lit(None),
+        out_splits=pl.lit(None),
+    )
+    communication = rows.cast(GRAPH_SCHEMAS["communication"], strict=False)  # a peer that is no rank is unknown
+    return Graph(
+        nodes=nodes.select(GRAPH_SCHEMAS["nodes"].names()).cast(GRAPH_SCHEMAS["nodes"]),
+        edges=edges.select(schema.names()).cast(schema).sort("target", maintain_order=True),
+        lanes=lanes,
+        communication=communication,
+        ranks=windows.with_columns(
+            pl.lit(None).alias(name) for name in GRAPH_SCHEMAS["ranks"] if name not in windows.columns
+        )
+        .select(GRAPH_SCHEMAS["ranks"].names())
+        .cast(GRAPH_SCHEMAS["ranks"]),
+    )
+
+
+def _lanes(kind: pl.Series, decoded: pl.DataFrame, rank: pl.Series) -> tuple[pl.Series, pl.DataFrame]:
+    """Threads of the host, streams of the device, and one lane each for what the file puts on no stream."""
+    host = kind == HOST
+    lane_keys = decoded.select(
+        rank=rank,
+        place=pl.when(host).then(pl.lit("host")).otherwise(pl.lit("device")),
+        number=pl.when(host).then(pl.col("tid").fill_null(0)).otherwise("stream"),
+        what=pl.when(host | decoded["stream"].is_not_null())
+        .then(pl.lit(""))
+        .when(kind.is_in(list(COMMUNICATION)))
+        .then(pl.lit("communication"))
+        .when(kind == COPY)
+        .then(pl.lit("memory"))
+        .otherwise(pl.lit("compute")),
+    )
+    keys = ["rank", "place", "number", "what"]
+    lanes = lane_keys.unique(keys).sort(keys, descending=[False, True, False, False]).with_row_index("lane")
+    number = pl.col("number").cast(pl.String)
+    at_host = pl.col("place") == "host"
+    rows = lanes.select(
+        "lane",
+        "rank",
+        kind="place",
+        process=pl.lit(None),
+        thread=pl.when(at_host).then(number),
+        device=pl.lit(None),
+        stream=pl.when(~at_host).then("number"),
+        name=pl.when(at_host).then("thread " + number).otherwise(pl.coalesce("stream " + number, "what")),
+    )
+    lane = lane_keys.join(lanes, on=keys, how="left", nulls_equal=True, maintain_order="left")["lane"]
+    return lane, rows.cast(GRAPH_SCHEMAS["lanes"])

@@ -1,0 +1,223 @@
+"""How a graph lies in `.et`: names of attributes, metadata.
+
+Nodes that take no time and belong to no lane (origin, rendezvous, arrival) are no work, so they are not written as
+nodes: a neighbour on the same rank carries them in an attribute. The edges of a node are in its attribute `edges`, four
+numbers each (source, code, delay, residual); `ctrl_deps` and `data_deps` tell other tools as much of it as they can.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+import msgspec
+import polars as pl
+
+from traceloom import __version__
+from traceloom.errors import InputError, other_version
+from traceloom.formats.chakra.et_pb2 import AttributeProto, CollectiveCommType, GlobalMetadata, NodeType
+from traceloom.graph.graph import (
+    ARRIVAL,
+    COLLECTIVE,
+    COPY,
+    EDGE_KINDS,
+    EVIDENCE,
+    FILL,
+    GRAPH_SCHEMAS,
+    ORIGIN,
+    RECEIVE,
+    RENDEZVOUS,
+    SEND,
+    Graph,
+    Stage,
+)
+from traceloom.system.text import clean_json
+from traceloom.trace.notice import Notice
+
+SCHEMA = "traceloom-graph"
+SCHEMA_VERSION = 1
+CHAKRA_VERSION = "1.0.0"
+
+CARRIED = (ORIGIN, RENDEZVOUS, ARRIVAL)
+CARRIED_COLUMNS = tuple(GRAPH_SCHEMAS["nodes"])
+
+NODE_TYPES = {
+    SEND: NodeType.COMM_SEND_NODE,
+    RECEIVE: NodeType.COMM_RECV_NODE,
+    COLLECTIVE: NodeType.COMM_COLL_NODE,
+    COPY: NodeType.MEM_LOAD_NODE,
+    FILL: NodeType.MEM_STORE_NODE,
+}
+COMMUNICATION_TYPES = (NodeType.COMM_SEND_NODE, NodeType.COMM_RECV_NODE, NodeType.COMM_COLL_NODE)
+STORES = ("DtoH",)  # copies that write to memory outside the device; all others load
+
+COMM_TYPES = {
+    "all_reduce": CollectiveCommType.ALL_REDUCE,
+    "reduce": CollectiveCommType.REDUCE,
+    "all_gather": CollectiveCommType.ALL_GATHER,
+    "gather": CollectiveCommType.GATHER,
+    "scatter": CollectiveCommType.SCATTER,
+    "broadcast": CollectiveCommType.BROADCAST,
+    "all_to_all": CollectiveCommType.ALL_TO_ALL,
+    "reduce_scatter": CollectiveCommType.REDUCE_SCATTER,
+    "barrier": CollectiveCommType.BARRIER,
+}
+
+# Attribute -> column of `nodes`, whole numbers (`int64_val`).
+NODE_NUMBERS = {
+    "start_ns": "start_ns",
+    "duration_ns": "duration_ns",
+    "work_ns": "work_ns",
+    "residual_ns": "residual_ns",
+    "lane": "lane",
+    "event": "event",
+    "op": "op",
+    "host_op": "host_op",
+    "step": "step",
+    "correlation": "correlation",
+    "bytes": "bytes",
+}
+NODE_TEXTS = {"kind": "kind", "category": "category"}
+COMMUNICATION_NUMBERS = {
+    "comm_instance": "instance",
+    "pg_size": "group_size",
+    "comm_seq": "sequence",
+    "in_bytes": "in_bytes",
+    "out_bytes": "out_bytes",
+    "peer": "peer",
+    "tag": "tag",
+}
+COMMUNICATION_TEXTS = {"comm_kind": "kind", "pg_name": "group", "dtype": "element_type"}
+COMMUNICATION_LISTS = {"pg_ranks": "ranks", "in_splits": "in_splits", "out_splits": "out_splits"}
+TRANSFER_TEXTS = {"copy_kind": "kind", "source_memory": "source_memory", "target_memory": "target_memory"}
+HOST_NUMBERS = {
+    "host_row": "row",
+    "host_id": "id",
+    "host_parent": "parent",
+    "fw_parent": "forward_parent",
+    "rf_id": "record_function_id",
+    "seq_id": "sequence",
+    "scope": "scope",
+    "tid": "thread",
+    "fw_tid": "forward_thread",
+}
+HOST_TEXTS = {"op_schema": "schema", "host_name": "name", "host_attributes": "attributes"}
+HOST_INPUTS = ("inputs", "input_shapes", "input_types")
+HOST_OUTPUTS = ("outputs", "output_shapes", "output_types")
+
+EDGES, EDGES_OUT, CARRIED_NODES = "edges", "edges_out", "carried"
+PER_EDGE = 4  # numbers of an edge in `edges`: source, code, delay, residual
+
+# Which attributes mean a row of a side frame; an attribute without a value stands for a row whose first column is null.
+ROW_OF_COMMUNICATION, ROW_OF_TRANSFER, ROW_OF_HOST_OP = "comm_kind", "copy_kind", "host_row"
+
+
+def edge_code(edges: pl.DataFrame) -> pl.Series:
+    """Kind, evidence and ends of each edge as one number: kind * 16 + evidence * 4 + from_end * 2 + to_end."""
+    return edges.select(
+        pl.col("kind").to_physical().cast(pl.Int64) * 16
+        + pl.col("evidence").to_physical().cast(pl.Int64) * 4
+        + pl.col("from_end").cast(pl.Int64) * 2
+        + pl.col("to_end").cast(pl.Int64)
+    ).to_series()
+
+
+def words() -> dict[str, list[str]]:
+    """What the numbers in an edge's code stand for, as the metadata says it."""
+    return {"edge_kinds": list(EDGE_KINDS), "evidence_kinds": list(EVIDENCE)}
+
+
+_DAMAGE = (
+    LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError, msgspec.ValidationError,
+    pl.exceptions.PolarsError,
+)  # fmt: skip
+_OF_A_RANK = ("lanes", "ranks", "coverage")  # frames whose rows belong to one rank, or (rank null) to all
+
+
+def metadata_of(graph: Graph, rank: int, loose_nodes: pl.DataFrame, loose_edges: pl.DataFrame) -> GlobalMetadata:
+    """The metadata of the file of one rank.
+
+    Args:
+        graph: The graph.
+        rank: The rank of the file.
+        loose_nodes: Nodes that are not written and that no written neighbour of the rank carries.
+        loose_edges: Edges between nodes that are not written.
+    """
+    numbers = {
+        "schema_version": SCHEMA_VERSION,
+        "rank": rank,
+        "epoch_ns": graph.epoch_ns,
+        "node_count": graph.nodes.height,
+        "host_op_count": graph.host_ops.height,
+        **({} if graph.world_size is None else {"world_size": graph.world_size}),
+    }
+    of_rank = (pl.col("rank") == rank) | pl.col("rank").is_null()
+    texts = {
+        "schema": SCHEMA,
+        "traceloom": __version__,
+        "name": graph.name,
+        "stage": graph.stage,
+        "notices": json.dumps([asdict(notice) for notice in graph.notices]),
+        "delays": _rows(graph.delays),
+        **{name: _rows(getattr(graph, name).with_row_index("row").filter(of_rank)) for name in _OF_A_RANK},
+        "loose_nodes": _rows(loose_nodes),
+        "loose_edges": _rows(loose_edges),
+    }
+    message = GlobalMetadata(version=CHAKRA_VERSION)
+    message.attr.extend(AttributeProto(name=name, string_val=text) for name, text in texts.items())
+    message.attr.extend(AttributeProto(name=name, int64_val=number) for name, number in numbers.items())
+    for name, values in words().items():
+        message.attr.add(name=name).string_list.values.extend(values)
+    return message
+
+
+def _rows(frame: pl.DataFrame) -> str:
+    return json.dumps(frame.to_dicts())
+
+
+def is_ours(metadata: GlobalMetadata) -> bool:
+    """Whether the file is one that a Graph was written to."""
+    return any(attribute.name == "schema" and attribute.string_val == SCHEMA for attribute in metadata.attr)
+
+
+class Header:
+    """The metadata of a file that a Graph was written to, decoded.
+
+    Raises:
+        InputError: `other-version`, `chakra-damaged`.
+    """
+
+    def __init__(self, metadata: GlobalMetadata, where: str) -> None:
+        values: dict[str, Any] = {}
+        for attribute in metadata.attr:
+            kind = attribute.WhichOneof("value")
+            values[attribute.name] = list(attribute.string_list.values) if kind == "string_list" else None
+            if kind in {"int64_val", "string_val"}:
+                values[attribute.name] = getattr(attribute, kind)
+        if values.get("schema_version") != SCHEMA_VERSION:
+            raise other_version("graph", values.get("schema_version"), SCHEMA_VERSION, where)
+        try:
+            self.rank = int(values["rank"])
+            self.name = msgspec.convert(values["name"], str)
+            self.epoch_ns = int(values["epoch_ns"])
+            self.world_size = msgspec.convert(values.get("world_size"), int | None)
+            self.stage = msgspec.convert(values["stage"], Stage)
+            self.node_count = int(values["node_count"])
+            self.host_op_count = int(values["host_op_count"])
+            self.edge_kinds = msgspec.convert(values["edge_kinds"], list[str])
+            self.evidence_kinds = msgspec.convert(values["evidence_kinds"], list[str])
+            self.notices = msgspec.convert(clean_json(json.loads(values["notices"]))[0], tuple[Notice, ...])
+            self.frames = {name: _frame(values[name], name, "row") for name in _OF_A_RANK}
+            self.frames["delays"] = _frame(values["delays"], "delays")
+            self.loose_nodes = _frame(values["loose_nodes"], "nodes").select(CARRIED_COLUMNS)
+            self.loose_edges = _frame(values["loose_edges"], "edges")
+        except _DAMAGE as error:
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            message = f"its metadata is not that of a graph: {reason}"
+            raise InputError(message, slug="chakra-damaged", where=where) from error
+
+
+def _frame(text: str, name: str, *more: str) -> pl.DataFrame:
+    schema = pl.Schema({**dict.fromkeys(more, pl.UInt32()), **GRAPH_SCHEMAS[name]})
+    return pl.DataFrame(json.loads(text), schema=schema, orient="row")

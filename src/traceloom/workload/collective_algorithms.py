@@ -1,0 +1,436 @@
+"""Ring, tree, halving-doubling, direct, two-level as messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from traceloom.errors import UsageError, broken
+from traceloom.trace.array_types import Ints
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Round:
+    """Messages that ranks send in one go, in the order in which each rank sends its own.
+
+    Attributes:
+        source: Who sends, as a position in the group; shape (messages,).
+        target: Who receives.
+        bytes: How much.
+        reduced: Bytes that the target reduces once the message is there; 0 where it only stores them.
+    """
+
+    source: Ints
+    target: Ints
+    bytes: Ints
+    reduced: Ints
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Schedule:
+    """The messages of one collective.
+
+    A rank goes through the rounds in order. It sends its messages of a round at once, as soon as all messages that
+    earlier rounds sent it have arrived and are reduced; it does not wait for rounds in which it has no part, nor for
+    other ranks. Equal rounds are one object, so that a schedule stays small.
+
+    Attributes:
+        ranks: How many ranks take part: positions 0 to ranks - 1 of the group.
+        rounds: The rounds.
+    """
+
+    ranks: int
+    rounds: tuple[Round, ...]
+
+    @property
+    def messages(self) -> int:
+        """How many messages there are."""
+        return sum(len(part.source) for part in self.rounds)
+
+    def sent_bytes(self) -> Ints:
+        """Bytes that each rank sends; shape (ranks,)."""
+        sent = np.zeros(self.ranks, np.int64)
+        for part in self.rounds:
+            np.add.at(sent, part.source, part.bytes)
+        return sent
+
+    def check(self) -> None:
+        """Raise InvariantError where a message leaves the group, goes nowhere, or reduces more than it brings."""
+        for part in self.rounds:
+            ends = np.concatenate([part.source, part.target])
+            if ends.size and (ends.min() < 0 or ends.max() >= self.ranks):
+                raise broken("schedule", f"a message leaves the group of {self.ranks} ranks")
+            if (part.source == part.target).any():
+                raise broken("schedule", "a rank sends itself a message")
+            if (part.bytes < 0).any() or (part.reduced < 0).any():
+                raise broken("schedule", "a message has less than no bytes")
+
+
+def round_of(source: ArrayLike, target: ArrayLike, size: ArrayLike, *, reduce: bool = False) -> Round:
+    """A round whose messages are all reduced, or none of them; scalars hold for all messages."""
+    ends = np.broadcast_arrays(np.asarray(source, np.int64), np.asarray(target, np.int64), np.asarray(size, np.int64))
+    first, second, sizes = (np.atleast_1d(values) for values in ends)
+    return Round(first, second, sizes, sizes if reduce else np.broadcast_to(np.int64(0), sizes.shape))
+
+
+def pieces(size: int, count: int) -> Ints:
+    """`size` bytes in `count` pieces that differ by one byte at most and add up to it; shape (count,)."""
+    return np.diff(size * np.arange(count + 1, dtype=object) // count).astype(np.int64)
+
+
+def side_by_side(parts: Sequence[tuple[Schedule, Ints]]) -> tuple[Round, ...]:
+    """Rounds of schedules that run at the same time in groups of their own.
+
+    Args:
+        parts: Each schedule, and the positions that its positions have in the whole.
+    """
+    rounds: dict[tuple[int, ...], Round] = {}  # equal rounds of all parts stay one
+    together = []
+    for k in range(max(len(schedule.rounds) for schedule, _ in parts)):
+        own = [(s.rounds[k], positions) for s, positions in parts if k < len(s.rounds)]
+        key = tuple(id(part) for part, _ in own)
+        if key not in rounds:
+            rounds[key] = merged(
+                Round(positions[part.source], positions[part.target], part.bytes, part.reduced)
+                for part, positions in own
+            )
+        together.append(rounds[key])
+    return tuple(together)
+
+
+def merged(parts: Iterable[Round]) -> Round:
+    """One round of the messages of several."""
+    several = list(parts)
+    return Round(
+        np.concatenate([part.source for part in several]),
+        np.concatenate([part.target for part in several]),
+        np.concatenate([part.bytes for part in several]),
+        np.concatenate([part.reduced for part in several]),
+    )
+
+
+def power_of_two(ranks: int, algorithm: str) -> int:
+    """The logarithm of a number of ranks.
+
+    Raises:
+        UsageError: `no-such-schedule`: it is no power of two.
+    """
+    if ranks & (ranks - 1):
+        below = 1 << (ranks.bit_length() - 1)
+        raise UsageError(
+            f"{algorithm} needs a power of two ranks, not {ranks}",
+            slug="no-such-schedule",
+            hint=f"take {below} or {2 * below} ranks, or another algorithm",
+        )
+    return ranks.bit_length() - 1
+
+
+def direct(kind: str, ranks: int, size: int, *, splits: Ints | None = None) -> Schedule:
+    """Whole buffers, or the k-th piece of every buffer to position k, in the order of distance.
+
+    Args:
+        kind: all_reduce, reduce_scatter, all_gather, all_to_all; of position 0: broadcast, reduce, gather, scatter.
+        ranks: How many.
+        size: Bytes: of all_gather one rank's part, else a rank's whole buffer (of gather and scatter the root's).
+        splits: Of all_to_all: bytes from each position (row) to each position; equal pieces where not given.
+    """
+    if kind in {"broadcast", "reduce", "gather", "scatter"}:
+        others = np.arange(1, ranks)
+        each = np.full(ranks - 1, size) if kind in {"broadcast", "reduce"} else pieces(size, ranks)[1:]
+        first, last = (0, others) if kind in {"broadcast", "scatter"} else (others, 0)
+        return Schedule(ranks, (round_of(first, last, each, reduce=kind == "reduce"),))
+    source = np.tile(np.arange(ranks), ranks - 1)
+    target = (source + np.repeat(np.arange(1, ranks), ranks)) % ranks
+    piece = pieces(size, ranks)
+    rounds: list[Round] = []
+    if kind == "all_gather":
+        rounds.append(round_of(source, target, size))
+    elif kind == "all_to_all":
+        rounds.append(round_of(source, target, piece[target] if splits is None else splits[source, target]))
+    else:
+        rounds.append(round_of(source, target, piece[target], reduce=True))
+        if kind == "all_reduce":
+            rounds.append(round_of(source, target, piece[source]))
+    return Schedule(ranks, tuple(rounds))
+
+
+def halving_doubling(kind: str, ranks: int, size: int) -> Schedule:
+    """Recursive halving, recursive doubling, or one after the other (thakur2005optimization).
+
+    Args:
+        kind: all_reduce, reduce_scatter, all_gather.
+        ranks: How many, a power of two.
+        size: Bytes: of all_gather one rank's part, else a rank's whole buffer.
+
+    Raises:
+        UsageError: `no-such-schedule`: not a power of two.
+    """
+    steps = power_of_two(ranks, "halving-doubling")
+    position = np.arange(ranks)
+    whole = size * ranks if kind == "all_gather" else size
+    piece = pieces(whole, ranks)
+    halving = []
+    for step in range(steps):
+        # What a rank gives away is for all positions that agree with its partner in the bits so far.
+        partner = position ^ (1 << step)
+        low = (1 << (step + 1)) - 1
+        sums = np.zeros(low + 1, np.int64)
+        np.add.at(sums, position & low, piece)
+        halving.append((partner, sums[partner & low]))
+    rounds = []
+    if kind != "all_gather":
+        rounds += [round_of(position, partner, out, reduce=True) for partner, out in halving]
+    if kind != "reduce_scatter":  # backwards: each sends what its partner sent it
+        rounds += [round_of(position, partner, out[partner]) for partner, out in reversed(halving)]
+    return Schedule(ranks, tuple(rounds))
+
+
+def ring(kind: str, ranks: int, size: int, *, chunks: int = 1) -> Schedule:
+    """Pieces go round the ring: patarasuk2009bandwidth for all_reduce; broadcast and reduce go along it as a chain.
+
+    Args:
+        kind: all_reduce, reduce_scatter, all_gather, all_to_all (blocks are handed on until they are there),
+            broadcast, reduce (both of position 0).
+        ranks: How many.
+        size: Bytes: of all_gather one rank's part, else a rank's whole buffer.
+        chunks: In how many parts a chain hands on its buffer.
+    """
+    position = np.arange(ranks)
+    following = (position + 1) % ranks
+    if kind in {"broadcast", "reduce"}:
+        return Schedule(ranks, _chain(ranks, size, chunks, reduce=kind == "reduce"))
+    rounds: list[Round] = []
+    if kind == "all_gather":
+        rounds = [round_of(position, following, size)] * (ranks - 1)
+    elif kind == "all_to_all":
+        rounds = [round_of(position, following, size // ranks)] * (ranks * (ranks - 1) // 2)
+    else:
+        piece = pieces(size, ranks)
+        even = size % ranks == 0
+        # The piece that a rank sends first; at the end of a reduction it holds the one after its own, or its own.
+        phases = {"all_reduce": ((0, True), (1, False)), "reduce_scatter": ((-1, True),)}[kind]
+        for first, reduce in phases:
+            same = round_of(position, following, piece, reduce=reduce)
+            for step in range(ranks - 1):
+                out = piece if even else piece[(position + first - step) % ranks]
+                rounds.append(same if even else round_of(position, following, out, reduce=reduce))
+    return Schedule(ranks, tuple(rounds))
+
+
+def _chain(ranks: int, size: int, chunks: int, *, reduce: bool) -> tuple[Round, ...]:
+    """From position 0 to the last one, chunk after chunk; a reduction from the last one to position 0."""
+    chunk = pieces(size, chunks)
+    rounds = []
+    for step in range(ranks - 1 + chunks - 1):
+        link = np.arange(max(step - chunks + 1, 0), min(step, ranks - 2) + 1)  # between two neighbours
+        near, far = (ranks - 1 - link, ranks - 2 - link) if reduce else (link, link + 1)
+        rounds.append(round_of(near, far, chunk[step - link], reduce=reduce))
+    return tuple(rounds)
+
+
+def tree(kind: str, ranks: int, size: int) -> Schedule:
+    """A binomial tree under position 0.
+
+    Args:
+        kind: all_reduce (up and down), reduce, broadcast.
+        ranks: How many.
+        size: Bytes of a rank's buffer.
+    """
+    steps = (ranks - 1).bit_length()
+    up, down = [], []
+    for step in range(steps):
+        child = np.arange(1 << step, ranks, 2 << step)
+        up.append(round_of(child, child - (1 << step), size, reduce=True))
+        down.append(round_of(child - (1 << step), child, size))
+    rounds = [*(up if kind != "broadcast" else []), *(reversed(down) if kind != "reduce" else [])]
+    return Schedule(ranks, tuple(rounds))
+
+
+def double_tree(kind: str, ranks: int, size: int, *, chunks: int = 1) -> Schedule:
+    """Two binary trees with half the buffer each; who is a leaf of one is inside the other (sanders2009two).
+
+    Args:
+        kind: all_reduce, broadcast, reduce.
+        ranks: How many.
+        size: Bytes of a rank's buffer.
+        chunks: In how many parts each half goes along its tree.
+    """
+    slots: dict[int, list[Round]] = {}
+    for parent, half in zip((parents(ranks, 0), parents(ranks, ranks - 1)), pieces(size, 2).tolist(), strict=True):
+        for slot, part in _along(parent, half, chunks, kind):
+            slots.setdefault(slot, []).append(part)
+    return Schedule(ranks, tuple(merged(slots[slot]) for slot in sorted(slots)))
+
+
+def one_tree(parent: Ints, size: int) -> Schedule:
+    """All of an all_reduce along one tree, given as the parent of each position (-1 for the root)."""
+    rounds: dict[int, list[Round]] = {}
+    for slot, part in _along(parent, size, 1, "all_reduce"):
+        rounds.setdefault(slot, []).append(part)
+    return Schedule(len(parent), tuple(merged(rounds[slot]) for slot in sorted(rounds)))
+
+
+def parents(ranks: int, root: int) -> Ints:
+    """A balanced binary tree of all other positions, in order, under the first or the last position.
+
+    Args:
+        ranks: How many.
+        root: 0 or ranks - 1.
+
+    Returns:
+        The parent of each position, -1 for the root.
+    """
+    parent = np.full(ranks, -1, np.int64)
+    first = 0 if root else 1
+    spans = [(first, first + ranks - 1, root)]
+    while spans:
+        low, high, above = spans.pop()
+        if low < high:
+            middle = (low + high) // 2
+            parent[middle] = above
+            spans += [(low, middle, middle), (middle + 1, high, middle)]
+    return parent
+
+
+def depths(parent: Ints) -> Ints:
+    """How far each position is from the root."""
+    depth, above = np.zeros(len(parent), np.int64), parent.copy()
+    while (above >= 0).any():
+        depth += above >= 0
+        above = np.where(above >= 0, parent[above], -1)
+    return depth
+
+
+def _along(parent: Ints, size: int, chunks: int, kind: str) -> list[tuple[int, Round]]:
+    """Messages of one tree with the slot of time that each belongs to."""
+    depth = depths(parent)
+    position = np.flatnonzero(parent >= 0)
+    height = np.zeros(len(parent), np.int64)  # longest way down
+    for level in range(int(depth.max(initial=0)), 0, -1):
+        at = np.flatnonzero(depth == level)
+        np.maximum.at(height, parent[at], height[at] + 1)
+    highest = int(height.max(initial=0)) if kind != "broadcast" else 0
+    messages: list[tuple[int, Round]] = []
+    for number, bytes_of in enumerate(pieces(size, chunks).tolist()):
+        if kind != "broadcast":
+            for level in range(1, highest + 1):
+                child = position[height[parent[position]] == level]
+                messages.append((number + level - 1, round_of(child, parent[child], bytes_of, reduce=True)))
+        if kind != "reduce":
+            for level in range(1, int(depth.max(initial=0)) + 1):
+                child = position[depth[position] == level]
+                messages.append((number + highest + level - 1, round_of(parent[child], child, bytes_of)))
+    return messages
+
+
+def two_level(kind: str, ranks: int, size: int, *, local: int) -> Schedule:
+    """Rings inside hosts of `local` neighbours, and rings between the hosts, of ranks with the same position in theirs.
+
+    Args:
+        kind: all_reduce, reduce_scatter, all_gather.
+        ranks: How many, a multiple of `local`.
+        size: Bytes: of all_gather one rank's part, else a rank's whole buffer.
+        local: Ranks of a host.
+
+    Raises:
+        UsageError: `no-such-schedule`: the hosts would differ in size.
+    """
+    if ranks % local:
+        raise UsageError(
+            f"two-level needs hosts of one size, and {ranks} ranks are no multiple of {local}", slug="no-such-schedule"
+        )
+    hosts = ranks // local
+    inside = [np.arange(local) + host * local for host in range(hosts)]
+    between = [np.arange(hosts) * local + position for position in range(local)]
+
+    def level(phase: str, positions: list[Ints], bytes_of: int) -> tuple[Round, ...]:
+        count = len(positions[0])
+        own = ring(phase, count, bytes_of)
+        return side_by_side([(own, at) for at in positions]) if count > 1 else ()
+
+    part = max(size // local, 1)
+    rounds: tuple[Round, ...] = ()
+    if kind == "all_gather":
+        rounds = (*level(kind, between, size), *level(kind, inside, size * hosts))
+    elif kind == "reduce_scatter":
+        rounds = (*level(kind, inside, size), *level(kind, between, part))
+    else:
+        rounds = (
+            *level("reduce_scatter", inside, size),
+            *level("all_reduce", between, part),
+            *level("all_gather", inside, part),
+        )
+    return Schedule(ranks, rounds)
+
+
+_BARRIER_BYTES = 8  # of each rank
+
+KINDS_OF: dict[str, tuple[str, ...]] = {
+    "ring": ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce"),
+    "direct": (
+        "all_reduce",
+        "reduce_scatter",
+        "all_gather",
+        "all_to_all",
+        "broadcast",
+        "reduce",
+        "gather",
+        "scatter",
+    ),
+    "halving-doubling": ("all_reduce", "reduce_scatter", "all_gather"),
+    "tree": ("all_reduce", "broadcast", "reduce"),
+    "double-tree": ("all_reduce", "broadcast", "reduce"),
+    "two-level": ("all_reduce", "reduce_scatter", "all_gather"),
+}
+"""What each algorithm can do; a barrier is an all_reduce of 8 bytes per rank."""
+ALGORITHMS = tuple(KINDS_OF)
+
+
+def schedule(
+    kind: str,
+    algorithm: str,
+    ranks: int,
+    size: int,
+    *,
+    chunks: int = 1,
+    local: int = 1,
+    splits: Ints | None = None,
+) -> Schedule:
+    """The messages of a collective.
+
+    Args:
+        kind: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, gather, scatter (position 0 is the
+            root), barrier.
+        algorithm: One of `ALGORITHMS`.
+        ranks: How many, >= 1.
+        size: Bytes: of all_gather one rank's part, else a rank's whole buffer.
+        chunks: Of chains and double trees: in how many parts buffers are handed on.
+        local: Of two-level: ranks of a host.
+        splits: Of a direct all_to_all: bytes from each position (row) to each position.
+
+    Raises:
+        UsageError: `no-such-schedule`: the algorithm cannot do it, with so many ranks or at all.
+    """
+    if kind == "barrier":
+        kind, size = "all_reduce", _BARRIER_BYTES * ranks
+    if kind not in KINDS_OF.get(algorithm, ()):
+        able = [name for name, kinds in KINDS_OF.items() if kind in kinds]
+        raise UsageError(
+            f"there is no {algorithm} algorithm for {kind}",
+            slug="no-such-schedule",
+            hint=f"{', '.join(able)} can do it" if able else f"collectives are {', '.join(KINDS_OF['direct'])}",
+        )
+    if ranks < 2:
+        return Schedule(ranks, ())
+    make: dict[str, Callable[[], Schedule]] = {
+        "ring": lambda: ring(kind, ranks, size, chunks=chunks),
+        "direct": lambda: direct(kind, ranks, size, splits=splits),
+        "halving-doubling": lambda: halving_doubling(kind, ranks, size),
+        "tree": lambda: tree(kind, ranks, size),
+        "double-tree": lambda: double_tree(kind, ranks, size, chunks=chunks),
+        "two-level": lambda: two_level(kind, ranks, size, local=local),
+    }
+    return make[algorithm]()

@@ -1,0 +1,1 @@
+"""Running a recorded workload again."""

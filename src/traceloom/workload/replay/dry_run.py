@@ -1,0 +1,344 @@
+"""A plan on meta tensors: which ops this PyTorch has, whether they give what was recorded, and the memory they need.
+
+Meta tensors have shapes and no content, so a dry run takes seconds, whatever the ops took, and needs no accelerator.
+Each op is called with tensors of the recorded geometries, not with what the op before it gave: one that differs is one
+difference, not all that follow from it. What depends on contents (the length of `nonzero`) is not told by shapes.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import polars as pl
+from msgspec import Struct
+from msgspec.structs import replace
+
+from traceloom.workload.replay.binding import KEEPS_MEMORY, Bound, Unbindable, bind, need_torch
+from traceloom.workload.replay.kernels import KERNEL_REASONS
+from traceloom.workload.replay.plan import COLLECTIVE, GUESSED_STRIDES, STAND_IN, VIEW, WAIT, RankPlan, ReplayPlan
+from traceloom.workload.replay.script import flat
+
+if TYPE_CHECKING:
+    import torch
+
+_SMALL_BYTES = 64 << 20
+META, CPU = "meta", "cpu"
+DATA_DEPENDENT = "data-dependent"
+NO_META_KERNEL = "no-meta-kernel"
+FAILS = "fails"
+# Composite ops end in one of these where they read contents; the others are tagged.
+_READS_CONTENTS = re.compile(r"\.item\(\)|nonzero|repeat_interleave")
+_FAILING_OP = re.compile(r"\baten::(\w+)")
+
+
+class LeftOp(Struct, frozen=True):
+    """Ops of one name that the dry run could not look at, or that cannot be run.
+
+    Attributes:
+        name: The op.
+        reason: `data-dependent` and `no-meta-kernel`: the recorded shapes are taken for right; `fails`: the op refuses
+            the recorded arguments; else why it will not run: a slug of `Unbindable` or of the plan.
+        text: The reason in words, of the first of them.
+        count: How many.
+        duration_ns: What they took as recorded, together; None where unknown.
+    """
+
+    name: str
+    reason: str
+    text: str
+    count: int
+    duration_ns: int | None
+
+
+class WrongOutput(Struct, frozen=True):
+    """A tensor that an op gives otherwise than recorded.
+
+    Attributes:
+        op: The first such op: row of the plan's `ops`.
+        node: Its id in the host trace.
+        name: Its name.
+        output: Which of its outputs.
+        recorded: Type, shape and strides as recorded; strides of a dimension of length 1 are of no interest.
+        here: The same of what it gives here; empty where it gives nothing there.
+        count: How many ops with these tensors there are.
+    """
+
+    op: int
+    node: int | None
+    name: str
+    output: int
+    recorded: str
+    here: str
+    count: int
+
+
+class RankDryRun(Struct, frozen=True):
+    """The dry run of one rank.
+
+    Attributes:
+        rank: The rank.
+        ops: Ops of the plan and those left out of it, views that the plan adds excepted.
+        covered: Those that a replay runs.
+        looked_at: Those whose tensors were compared with the recorded ones.
+        duration_ns: What the ops took as recorded; None where unknown.
+        covered_ns: What those took that a replay runs.
+        left: What was not compared, or does not run, by name and reason; most time first.
+        wrong: What is not as recorded.
+        refused: Nodes of the ops that fail.
+        peak_bytes: Most bytes of storages that live at the same time, by recorded device.
+    """
+
+    rank: int
+    ops: int
+    covered: int
+    looked_at: int
+    duration_ns: int | None
+    covered_ns: int | None
+    left: tuple[LeftOp, ...]
+    wrong: tuple[WrongOutput, ...]
+    refused: tuple[int, ...]
+    peak_bytes: dict[str, int]
+
+    @property
+    def fits(self) -> bool:
+        """Whether all that could be looked at is as recorded."""
+        return not self.wrong and not any(left.reason == FAILS for left in self.left)
+
+
+def dry_run(plan: ReplayPlan, *, imports: Sequence[str] = ()) -> dict[int, RankDryRun]:
+    """Run all ranks of a plan on meta tensors.
+
+    Args:
+        plan: What is run.
+        imports: Modules that bring custom ops.
+
+    Returns:
+        By rank.
+
+    Raises:
+        InputError: `no-torch`.
+        UsageError: `no-such-module`.
+    """
+    need_torch()
+    from traceloom.workload.replay.running import import_ops
+
+    further = import_ops(imports)
+    guessed = {notice.rank for notice in plan.notices if notice.slug == GUESSED_STRIDES}
+    return {
+        rank: dry_run_rank(rank_plan, strides=rank not in guessed, recorded=plan.torch, further=further)
+        for rank, rank_plan in plan.ranks.items()
+    }
+
+
+def dry_run_rank(
+    plan: RankPlan, *, strides: bool = True, recorded: str | None = None, further: frozenset[str] = frozenset()
+) -> RankDryRun:
+    """Run the ops of one rank on meta tensors.
+
+    Args:
+        plan: What is run.
+        strides: Whether strides were recorded.
+        recorded: Version of PyTorch that ran the workload.
+        further: Namespaces that are allowed besides; see `traceloom.workload.replay.schema`.
+    """
+    ops = plan.ops.filter(pl.col("action") != VIEW).with_columns(
+        pl.col("durations_ns").list.median().alias("duration_ns")
+    )
+    outcomes = _Outcomes(plan, strides=strides, recorded=recorded, further=further)
+    reasons = [outcomes.of(row) for row in ops.iter_rows(named=True)]
+    about = pl.DataFrame(
+        {"name": ops["name"], "duration_ns": ops["duration_ns"], "outcome": reasons},
+        schema_overrides={"outcome": pl.List(pl.String)},
+    ).select(
+        "name",
+        "duration_ns",
+        reason=pl.col("outcome").list.get(0, null_on_oob=True),
+        text=pl.col("outcome").list.get(1, null_on_oob=True),
+        covered=pl.col("outcome")
+        .list.get(0, null_on_oob=True)
+        .is_in([DATA_DEPENDENT, NO_META_KERNEL, FAILS])
+        .fill_null(value=True),
+    )
+    out = plan.left_out.select(
+        "name", pl.col("duration_ns").cast(pl.Float64), "reason", "text", covered=pl.lit(value=False)
+    )
+    whole = pl.concat([about, out])
+    left = (
+        whole.filter(pl.col("reason").is_not_null())
+        .group_by("name", "reason", maintain_order=True)
+        .agg(
+            pl.col("text").first(),
+            pl.len().alias("count"),
+            pl.when(pl.col("duration_ns").is_not_null().any()).then(pl.col("duration_ns").sum().round().cast(pl.Int64)),
+        )
+        .sort("duration_ns", "count", descending=True, nulls_last=True, maintain_order=True)
+    )
+    timed = whole["duration_ns"].is_not_null().any()
+    return RankDryRun(
+        rank=plan.rank,
+        ops=whole.height,
+        covered=int(whole["covered"].sum()),
+        looked_at=outcomes.looked_at,
+        duration_ns=round(whole["duration_ns"].sum()) if timed else None,
+        covered_ns=round(whole.filter("covered")["duration_ns"].sum()) if timed else None,
+        left=tuple(LeftOp(*row) for row in left.iter_rows()),
+        wrong=tuple(outcomes.wrong_outputs()),
+        refused=tuple(ops.filter(about["reason"] == FAILS)["node"].drop_nulls()),
+        peak_bytes={
+            str(device): plan.peak_bytes(storages)
+            for (device,), storages in plan.storages.group_by("device", maintain_order=True)
+        },
+    )
+
+
+# Why an op could not be called (slug, text), None where it could; and what it gave otherwise than recorded.
+_Compared = tuple[tuple[str, str] | None, list[WrongOutput]]
+
+
+class _Outcomes:
+    """What became of each op; one call for all ops that call the same with tensors of the same geometries."""
+
+    def __init__(self, plan: RankPlan, *, strides: bool, recorded: str | None, further: frozenset[str]) -> None:
+        self.plan = plan
+        self.looked_at = 0
+        self._strides = strides
+        self._recorded, self._further = recorded, further
+        self._kernels = set(plan.kernels["call"])
+        geometry = plan.tensors.select("shape", "strides", "offset", "dtype").with_columns(
+            plan.storages["bytes"].gather(plan.tensors["storage"])
+        )
+        self._geometries = geometry.rows()
+        self._alike = geometry.select(pl.struct(pl.all()).rank("dense")).to_series().to_list()
+        self._bound: dict[tuple[int, str], Bound | tuple[str, str]] = {}
+        self._outcome: dict[Any, tuple[str, str] | None] = {}
+        self._wrong: dict[Any, list[WrongOutput]] = {}
+        self._calls: Counter[Any] = Counter()
+
+    def of(self, row: Mapping[str, Any]) -> tuple[str, str] | None:
+        """Why an op is not looked at or not run; None where it gives what was recorded, or nothing."""
+        call = row["call"]
+        if row["action"] in {COLLECTIVE, WAIT} or row["name"] == KEEPS_MEMORY:
+            return None
+        if call is None or call in self._kernels:
+            reason = row["reason"] or STAND_IN
+            return reason, KERNEL_REASONS.get(reason, "a stand-in takes its time")
+        bound = self._bind(call, META)  # of a stand-in, too: what --import names may bring it
+        if isinstance(bound, tuple):
+            return bound
+        geometries = [None if tensor is None else self._alike[tensor] for tensor in (*row["inputs"], *row["outputs"])]
+        key = call, *geometries
+        self._calls[key] += 1
+        if key not in self._outcome:
+            self._outcome[key], self._wrong[key] = self._compared(row)
+        self.looked_at += self._outcome[key] is None
+        return self._outcome[key]
+
+    def _compared(self, row: Mapping[str, Any]) -> _Compared:
+        """Call an op on meta tensors; where that does not give what was recorded, as the CPU would.
+
+        Fake tensors know more than meta kernels (strides of a convolution that has its channels last) at a higher
+        price. What they do not know either is called on tensors of zeros, if these are small.
+        """
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        compared = self._call(row, META)
+        if _trust(compared) > 1:
+            with FakeTensorMode(allow_fallback_kernels=False):
+                compared = min(compared, self._call(row, CPU), key=_trust)
+        tensors = [*row["inputs"], *(output for output in row["outputs"] if output is not None)]
+        if _trust(compared) > 1 and sum(self._geometries[tensor][-1] for tensor in tensors) <= _SMALL_BYTES:
+            on_zeros = self._call(row, CPU)  # which may not be what it needs: only a right answer says anything
+            compared = compared if _trust(on_zeros) else on_zeros
+        return compared
+
+    def _call(self, row: Mapping[str, Any], device: str) -> _Compared:
+        import torch
+
+        bound = self._bind(row["call"], device)
+        if isinstance(bound, tuple):
+            return bound, []
+        inputs = []
+        try:
+            for tensor in row["inputs"]:
+                shape, strides, offset, name, size = self._geometries[tensor]
+                kind: torch.dtype = getattr(torch, name)
+                room = torch.zeros(-(-size // kind.itemsize), dtype=kind, device=device)
+                inputs.append(room.as_strided(shape, strides, offset))
+            with torch.no_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                values = list(flat(bound(inputs)))
+        except Exception as error:  # noqa: BLE001  (any op may raise anything; it is said)
+            return self._why(row["call"], error), []
+        wrong = []
+        for number, tensor in enumerate(row["outputs"]):
+            if tensor is None:
+                continue
+            shape, strides, _, dtype, _ = self._geometries[tensor]
+            recorded, here = self._in_words(dtype, shape, strides), ""
+            value = values[number] if number < len(values) else None
+            if isinstance(value, torch.Tensor):
+                here = self._in_words(str(value.dtype).removeprefix("torch."), value.shape, value.stride())
+            if recorded != here:
+                wrong.append(WrongOutput(row["op"], row["node"], row["name"], number, recorded, here, 0))
+        return None, wrong
+
+    def wrong_outputs(self) -> Iterator[WrongOutput]:
+        """What was given otherwise than recorded, with the number of ops that do so."""
+        for key, several in self._wrong.items():
+            for wrong in several:
+                yield replace(wrong, count=self._calls[key])
+
+    def _bind(self, call: int, device: str) -> Bound | tuple[str, str]:
+        if (call, device) not in self._bound:
+            schema, arguments = self.plan.calls.select("schema", "arguments").row(call)
+            try:
+                bound = bind(schema, arguments, device, recorded=self._recorded, further=self._further)
+                self._bound[call, device] = bound
+            except Unbindable as error:
+                self._bound[call, device] = error.slug, error.text
+        return self._bound[call, device]
+
+    def _in_words(self, dtype: str, shape: Sequence[int], strides: Sequence[int]) -> str:
+        """Type, shape and the strides that matter: `float32[8, 1, 4] by [4, -, 1]`."""
+        whole = f"{dtype}[{', '.join(map(str, shape))}]"
+        if not self._strides or 0 in shape:
+            return whole
+        shown = (str(stride) if length > 1 else "-" for length, stride in zip(shape, strides, strict=True))
+        return f"{whole} by [{', '.join(shown)}]"
+
+    def _why(self, call: int, error: Exception) -> tuple[str, str]:
+        """The reason for which an op could not be run without contents."""
+        import torch
+        from torch._subclasses.fake_tensor import (
+            DataDependentOutputException,
+            DynamicOutputShapeException,
+            UnsupportedOperatorException,
+        )
+
+        text = (str(error).strip() or type(error).__name__).split("\n")[0][:300]
+        names = {self.plan.calls["schema"][call].partition("(")[0].partition("::")[2].partition(".")[0]}
+        names |= set(_FAILING_OP.findall(text))
+        overloads = [getattr(packet, overload) for name in names if (packet := getattr(torch.ops.aten, name, None))
+                     for overload in packet.overloads()]  # fmt: skip
+        tags = {tag for overload in overloads for tag in overload.tags}
+        if (
+            isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
+            or tags & {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+            or _READS_CONTENTS.search(text)
+        ):
+            return DATA_DEPENDENT, "what it gives depends on contents, which meta tensors do not have"
+        if isinstance(error, NotImplementedError | UnsupportedOperatorException) or "meta" in text.lower():
+            return NO_META_KERNEL, "PyTorch has no kernel of it for meta tensors"
+        return FAILS, text
+
+
+def _trust(compared: _Compared) -> int:
+    """0 for an op that gives what was recorded; more, the less there is to learn from what it did."""
+    why, wrong = compared
+    reason = ("" if wrong else None) if why is None else why[0]
+    order = (None, DATA_DEPENDENT, "", NO_META_KERNEL)
+    return order.index(reason) if reason in order else len(order)  # it fails, or that device has no such op

@@ -1,0 +1,457 @@
+"""Runs instructions: threads, streams, timers, failures; GPU times.
+
+A register holds a tensor, a constant, or a work that is waited for later. An instruction is a function, what picks its
+arguments from the registers (all in C), the register of its result, which parts of that go to other registers, and the
+registers that are empty afterwards, so that what nobody uses any more is freed there as it was in the original.
+
+The first pass, which nobody times, settles what only running can tell: how a result is built, which ops fail here, and
+which give another shape than was recorded. From then on a pass is a fixed list.
+
+What a host clock sees of an op on a GPU is its launch; an op that waits for the device takes as long as all before it.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import polars as pl
+
+from traceloom.errors import CheckError
+from traceloom.formats import load
+from traceloom.trace.frames import schema
+from traceloom.trace.trace import Trace
+from traceloom.workload.replay.inputs import work_below
+from traceloom.workload.replay.script import flat
+
+if TYPE_CHECKING:
+    import torch
+
+    from traceloom.workload.replay.running import Execution
+
+
+Registers = list[Any]
+Pick = Callable[[Registers], Sequence[Any]]
+NOT_TIMED = -1
+"""The op of an instruction that no row of the plan stands for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """A tensor of the plan without its content; `bytes` are those of its storage, `on_host` it stays on processors."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    dtype: str
+    bytes: int
+    on_host: bool = False
+
+    def new(self, device: torch.device | str) -> torch.Tensor:
+        """A tensor on a storage of its own, of ones; of zeros where it holds no floats, because they may be indices."""
+        import torch
+
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        target = "cpu" if self.on_host else device
+        whole = torch.zeros(-(-self.bytes // dtype.itemsize), dtype=dtype, device=target)
+        if dtype.is_floating_point and dtype.itemsize > 1:
+            whole.fill_(1)
+        return whole.as_strided(self.shape, self.strides, self.offset)
+
+    def is_of(self, value: Any) -> bool:
+        """Whether what an op returned has this shape and type."""
+        return hasattr(value, "dtype") and value.shape == self.shape and str(value.dtype) == f"torch.{self.dtype}"
+
+
+@dataclass(slots=True)
+class Instruction:
+    """One call.
+
+    Attributes:
+        op: The row of the plan's `ops` it stands for, or `NOT_TIMED`.
+        function: What is called.
+        pick: Its arguments from the registers.
+        outputs: Registers of what it returns, flattened; None where nobody needs it.
+        dead: Registers that are empty afterwards.
+        fallible: Whether a failure is replaced; else it ends the run.
+        lane: The number of the thread that calls it.
+        stand_in_ns: How long takes what stands in for it should it fail.
+    """
+
+    op: int
+    function: Callable[..., Any]
+    pick: Pick
+    outputs: tuple[int | None, ...] = ()
+    dead: tuple[int, ...] = ()
+    fallible: bool = True
+    lane: int = 0
+    stand_in_ns: int = 0
+
+
+class Turn:
+    """Passes from a thread that is done with an op to one that waits for it."""
+
+    def __init__(self) -> None:
+        self._given = threading.Semaphore(0)
+        self._stopped = False
+
+    def give(self) -> None:
+        """Let the other thread go on."""
+        self._given.release()
+
+    def take(self) -> None:
+        """Wait for it.
+
+        Raises:
+            InterruptedError: The other thread failed.
+        """
+        self._given.acquire()
+        if self._stopped:
+            raise InterruptedError
+
+    def stop(self) -> None:
+        """Nobody gives it any more."""
+        self._stopped = True
+        self._given.release()
+
+
+def picker(places: Sequence[int | Sequence[Any]]) -> Pick:
+    """What takes arguments out of the registers.
+
+    Args:
+        places: The register of each argument; a list of them (of lists ...) for an argument that is a list of tensors.
+    """
+    if any(not isinstance(item, int) for item in places):
+        parts = [itemgetter(item) if isinstance(item, int) else picker(item) for item in places]
+        return lambda registers: [part(registers) for part in parts]
+    if len(places) > 1:
+        return itemgetter(*places)
+    first = places[0] if places else 0
+    return itemgetter(slice(first, first + len(places)))  # type: ignore[operator]
+
+
+def new_tensors(geometries: Sequence[Geometry | None], device: torch.device | str, time_ns: int = 0) -> list[Any]:
+    """What stands in for an op: tensors as it gave them, after the time that it took."""
+    end = time.perf_counter_ns() + time_ns
+    made = [geometry.new(device) if geometry else None for geometry in geometries]
+    hold_until(end)
+    return made
+
+
+_SLEEPS_LATE_NS = 200_000
+
+
+def hold_until(end_ns: int) -> None:
+    """Do nothing until a time of `time.perf_counter_ns`; the last of it is spun, because sleep is late."""
+    left = end_ns - time.perf_counter_ns()
+    if left > 2 * _SLEEPS_LATE_NS:
+        time.sleep((left - _SLEEPS_LATE_NS) / 1e9)
+    while time.perf_counter_ns() < end_ns:
+        pass
+
+
+# Its place among the instructions, the function, what picks its arguments, the register of its result, which parts of
+# that go to which registers, and registers that are empty afterwards.
+_Call = tuple[int, Callable[..., Any], Pick, int, tuple[tuple[int, int], ...], tuple[int, ...]]
+
+
+class Program:
+    """A rank's plan, ready to run.
+
+    Args:
+        instructions: The calls, in order; the program changes those that fail.
+        registers: As every pass begins: external tensors and constants in, all else None.
+        geometries: Of the registers that hold tensors of the plan, which are the first ones.
+        device: Where tensors are made that replace others.
+        turns: Those that instructions of several threads take and give.
+
+    Attributes:
+        registers: As every pass begins.
+        failures: By op: what it said when it failed. Its outputs are tensors as recorded ever since.
+        replaced: By op: which other shapes it gave than were recorded. Tensors as recorded take their places.
+        peak_bytes: Most bytes of storages in registers at once.
+    """
+
+    def __init__(
+        self,
+        instructions: Sequence[Instruction],
+        registers: Registers,
+        geometries: Sequence[Geometry],
+        device: torch.device | str,
+        turns: Sequence[Turn] = (),
+    ) -> None:
+        lanes = 1 + max((instruction.lane for instruction in instructions), default=0)
+        self.registers = [*registers, *[None] * lanes]  # each thread has a register for what nobody needs
+        self.failures: dict[int, str] = {}
+        self.replaced: dict[int, str] = {}
+        self.peak_bytes = 0
+        self._instructions = instructions
+        self._geometries = geometries
+        self._device = device
+        self._turns = turns
+        self._scratch = len(registers)
+        self._lanes: list[list[_Call]] = [[] for _ in range(lanes)]
+        self._times = [[0] * len(instructions) for _ in range(4)]
+
+    def settle(self, failed: Callable[[int, str], object] = lambda _op, _text: None) -> None:
+        """Run the first pass: one op after another, each result looked at.
+
+        Args:
+            failed: Told of each op that fails, with what it said; what it raises ends the pass.
+        """
+        registers = self.registers.copy()
+        alive = _Alive(registers)
+        for lane in self._lanes:
+            lane.clear()
+        for at, instruction in enumerate(self._instructions):
+            try:
+                result = instruction.function(*instruction.pick(registers))
+            except Exception as error:
+                if not instruction.fallible:
+                    raise
+                text = f"{type(error).__name__}: {error}"
+                failed(instruction.op, text)
+                self.failures[instruction.op] = text
+                # What an op changes in place is there already.
+                instruction.outputs = tuple(
+                    output if output is not None and registers[output] is None else None
+                    for output in instruction.outputs
+                )
+                made = [None if output is None else self._geometries[output] for output in instruction.outputs]
+                instruction.function = partial(new_tensors, made, self._device, instruction.stand_in_ns)
+                instruction.pick = picker(())
+                result = instruction.function()
+            store, spread, result = self._settle_result(instruction, result)
+            registers[store] = result
+            for register, part in spread:
+                registers[register] = result[part]
+            del result
+            dead = (*instruction.dead, store) if store >= self._scratch else instruction.dead
+            self._lanes[instruction.lane].append((at, instruction.function, instruction.pick, store, spread, dead))
+            alive.look(output for output in instruction.outputs if output is not None)
+            for register in dead:
+                registers[register] = None
+            alive.look(dead)
+        self.peak_bytes = alive.most_bytes
+
+    def _settle_result(self, instruction: Instruction, result: Any) -> tuple[int, tuple[tuple[int, int], ...], Any]:
+        """Where what an op returns goes from now on: the register of all, those of its parts; and the result itself."""
+        is_one = not isinstance(result, (list, tuple))
+        scratch = self._scratch + instruction.lane
+        parts = list(flat(result))
+        wanted = tuple((register, part) for part, register in enumerate(instruction.outputs) if register is not None)
+        wrong = {
+            part: self._geometries[register]
+            for register, part in wanted
+            if register < len(self._geometries)
+            and (part >= len(parts) or not self._geometries[register].is_of(parts[part]))
+        }
+        if wrong:
+            tensors = [parts[part] for part in wrong if part < len(parts)]
+            gave = ", ".join(
+                f"{str(part.dtype).removeprefix('torch.')} {[*part.shape]}" if hasattr(part, "dtype") else repr(part)
+                for part in tensors
+            )
+            recorded = ", ".join(f"{geometry.dtype} {[*geometry.shape]}" for geometry in wrong.values())
+            self.replaced[instruction.op] = f"gave {gave or 'nothing'}, recorded {recorded}"
+            instruction.function = partial(_substituted, instruction.function, wrong, self._device)
+            parts = _substituted(lambda: result, wrong, self._device)
+        elif is_one:
+            return wanted[0][0] if wanted else scratch, (), result
+        elif any(isinstance(part, (list, tuple)) for part in result):
+            instruction.function = partial(_flattened, instruction.function)
+        return scratch, wanted, parts
+
+    def run_once(self) -> None:
+        """One pass: nothing but the calls."""
+        self._on_all_lanes(_run_calls)
+
+    def run_within(self, within: Callable[..., Any]) -> None:
+        """One pass in which `within(op, function, *arguments)` makes each call."""
+
+        def run(registers: Registers, calls: Sequence[_Call]) -> None:
+            ops = (self._instructions[call[0]].op for call in calls)
+            marked = ((call[0], partial(within, op, call[1]), *call[2:]) for op, call in zip(ops, calls, strict=True))
+            _run_calls(registers, marked)
+
+        self._on_all_lanes(run)
+
+    def run_timed(self, cpu_clock: Callable[[], int] = time.thread_time_ns) -> None:
+        """One pass with a timer around each call; `times` gives what it read."""
+        clock = time.perf_counter_ns
+        begin, end, cpu_begin, cpu_end = self._times
+
+        def run(registers: Registers, calls: Sequence[_Call]) -> None:
+            for at, function, pick, store, spread, dead in calls:
+                cpu_begin[at] = cpu_clock()
+                begin[at] = clock()
+                registers[store] = function(*pick(registers))
+                end[at] = clock()
+                cpu_end[at] = cpu_clock()
+                for register, part in spread:
+                    registers[register] = registers[store][part]
+                for register in dead:
+                    registers[register] = None
+
+        self._on_all_lanes(run)
+
+    def _on_all_lanes(self, run: Callable[[Registers, Sequence[_Call]], None]) -> None:
+        """Run the calls of each thread; the first error of one of them ends the others."""
+        registers = self.registers.copy()
+        if len(self._lanes) == 1:
+            return run(registers, self._lanes[0])
+
+        import torch
+
+        def guarded(calls: Sequence[_Call]) -> None:
+            try:
+                with torch.no_grad():
+                    run(registers, calls)
+            except BaseException:
+                for turn in self._turns:
+                    turn.stop()
+                raise
+
+        with ThreadPoolExecutor(len(self._lanes)) as threads:
+            done = [threads.submit(guarded, calls) for calls in self._lanes]
+        errors = [error for future in done if (error := future.exception()) is not None]
+        for error in sorted(errors, key=lambda error: isinstance(error, InterruptedError)):
+            raise error
+        return None
+
+    def times(self) -> pl.DataFrame:
+        """Of the last timed pass, a row per op: op, duration_ns, cpu_ns."""
+        begin, end, cpu_begin, cpu_end = (pl.Series(values, dtype=pl.Int64) for values in self._times)
+        rows = [instruction.op for instruction in self._instructions]
+        return (
+            pl.DataFrame({"op": rows, "duration_ns": end - begin, "cpu_ns": cpu_end - cpu_begin})
+            .filter(pl.col("op") != NOT_TIMED)
+            .with_columns(pl.col("op").cast(pl.UInt32))
+        )
+
+
+def _run_calls(registers: Registers, calls: Iterable[_Call]) -> None:
+    for _, function, pick, store, spread, dead in calls:
+        registers[store] = function(*pick(registers))
+        for register, part in spread:
+            registers[register] = registers[store][part]
+        for register in dead:
+            registers[register] = None
+
+
+def _flattened(function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    return list(flat(function(*arguments)))
+
+
+def _substituted(
+    function: Callable[..., Any], wrong: Mapping[int, Geometry], device: torch.device | str, *arguments: Any
+) -> list[Any]:
+    parts = _flattened(function, *arguments)
+    parts += [None] * (max(wrong) + 1 - len(parts))
+    for part, geometry in wrong.items():
+        parts[part] = geometry.new(device)
+    return parts
+
+
+class _Alive:
+    """How many bytes of storages the registers hold."""
+
+    def __init__(self, registers: Registers) -> None:
+        self._registers = registers
+        self._storages: dict[int, tuple[int, int]] = {}
+        self._holders: Counter[tuple[int, int]] = Counter()
+        self._bytes = 0
+        self.most_bytes = 0
+        self.look(range(len(registers)))
+
+    def look(self, changed: Iterable[int]) -> None:
+        """Account for registers that hold something else now."""
+        for register in changed:
+            if (before := self._storages.pop(register, None)) is not None:
+                self._holders[before] -= 1
+                self._bytes -= 0 if self._holders[before] else before[1]
+            if hasattr(tensor := self._registers[register], "untyped_storage"):
+                storage = tensor.untyped_storage()
+                now = self._storages[register] = storage.data_ptr(), storage.nbytes()
+                self._bytes += 0 if self._holders[now] else now[1]
+                self._holders[now] += 1
+        self.most_bytes = max(self.most_bytes, self._bytes)
+
+
+GPU_TIMES = schema("op gpu_ns", {"op": pl.UInt32})
+MARK = "traceloom.replay.op "
+_PASSES = 5
+
+
+def device_times(execution: Execution, begin: Callable[[], None] | None = None) -> pl.DataFrame:
+    """The GPU time of the ops of a plan, the median over some further passes; no rows where it runs on processors.
+
+    Args:
+        execution: The plan, run once.
+        begin: Waits for the other ranks before a pass.
+
+    Raises:
+        CheckError: `no-gpu-times`: the profiler does not start, or gives nothing.
+        InputError: What it gives cannot be read.
+    """
+    if execution.device.type == "cpu":
+        return GPU_TIMES.to_frame()
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    def within(op: int, function: Callable[..., Any], *arguments: Any) -> Any:
+        with record_function(f"{MARK}{op}"):
+            return function(*arguments)
+
+    profiler = None
+    failure = ""
+    with ExitStack() as stack:
+        try:
+            own = getattr(ProfilerActivity, execution.device.type.upper())
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")  # that a second window would clear the first
+            profiler = stack.enter_context(profile(activities=[ProfilerActivity.CPU, own]))
+        except (RuntimeError, AttributeError) as error:
+            failure = str(error)
+        for _ in range(_PASSES):  # also without: the other ranks wait in each pass
+            execution.once(within=within, begin=begin)
+    if profiler is None:
+        raise CheckError(f"the profiler does not start: {failure}", slug="no-gpu-times")
+    with tempfile.TemporaryDirectory(prefix="traceloom-") as folder:
+        path = Path(folder, "passes.json")
+        profiler.export_chrome_trace(str(path))
+        return times_of_marks(load(path, cache=False).traces[0])
+
+
+def times_of_marks(trace: Trace) -> pl.DataFrame:
+    """The GPU time below the marks of each op, the median over its marks.
+
+    Args:
+        trace: Of some passes whose ops are marked.
+
+    Returns:
+        op, gpu_ns; a row for each op that launched something.
+    """
+    events = trace.events
+    names = events["name"].cast(pl.String)
+    is_mark = names.str.starts_with(MARK) & events["device"].is_null()
+    below = work_below(trace, is_mark.to_numpy()).group_by("event").agg(pl.sum("duration_ns"))
+    ops = names.gather(below["event"]).str.strip_prefix(MARK).cast(pl.UInt32, strict=False)
+    return (
+        below.with_columns(ops.alias("op"))
+        .group_by("op")
+        .agg(pl.median("duration_ns").round().cast(pl.Int64).alias("gpu_ns"))
+        .drop_nulls("op")
+        .sort("op")
+        .cast(GPU_TIMES)
+    )

@@ -1,0 +1,389 @@
+"""Host traces, recorded times, files beside them.
+
+PyTorch's observer leaves both there where it is told to; our recorder leaves the sources of compiled kernels.
+
+Who made the trace made the directory too. So names are those that PyTorch gives, and what is read are files that lie in
+the directory: no links, no devices, none larger than it may be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+from msgspec import Struct
+
+from traceloom.analyze.ancestry import forest
+from traceloom.analyze.compiled import COMPILED, marks
+from traceloom.analyze.names import vocabulary
+from traceloom.errors import InputError, UsageError
+from traceloom.formats.host_trace import HostPeek, groups_in, peek_either, read_host_trace
+from traceloom.formats.inputs import find
+from traceloom.graph import graph as graph_store
+from traceloom.graph.graph import Graph
+from traceloom.graph.host_match import Matching
+from traceloom.graph.linking import load_ranks
+from traceloom.system.files import note_input
+from traceloom.trace.array_types import Array, Bools, Ints
+from traceloom.trace.arrays import gather_rows, nearest
+from traceloom.trace.frames import schema
+from traceloom.trace.notice import Notice
+from traceloom.trace.trace import HostTrace, Trace
+from traceloom.trace.vocabulary import GPU_WORK
+from traceloom.workload.chakra.convert import ConversionInput, is_chakra
+from traceloom.workload.replay.plan import ITEM_BYTES
+from traceloom.workload.replay.values import RecordedTensor, contiguous
+
+STEPS = schema("step duration_ns cpu_ns")
+HOLES = schema("name count duration_ns")
+_FOR_GPU = r"^triton_"  # kernels that a compiled graph launches
+
+
+@dataclass(frozen=True)
+class Originals:
+    """What was measured of the nodes of a host trace; by id there.
+
+    Attributes:
+        durations_ns: Durations of each node's events, in order of time.
+        gap_ns: Host time between the end of the op before it on its thread and its start, the median.
+        stream: Stream of the first GPU work below it.
+        gpu_ns: GPU time of the work that it launched, the median over its events; those without work have none.
+        steps: The timed steps: step, duration_ns, cpu_ns.
+        holes: Compiled graphs that spend time outside of ops: see `holes_of`.
+    """
+
+    durations_ns: dict[int, list[int]] = field(default_factory=dict)
+    gap_ns: dict[int, int] = field(default_factory=dict)
+    stream: dict[int, int] = field(default_factory=dict)
+    gpu_ns: dict[int, int] = field(default_factory=dict)
+    steps: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=STEPS))
+    holes: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=HOLES))
+
+
+def originals_of(trace: Trace, matching: Matching, chosen: Ints) -> Originals:
+    """What a device trace says of the ops of a host trace.
+
+    Args:
+        trace: The device trace.
+        matching: The host trace joined to it.
+        chosen: Ids of the nodes that are run; shape (ops,).
+    """
+    events = trace.events
+    host_op = matching.host_op
+    runs = np.isin(host_op, chosen)
+    rows = np.flatnonzero(runs)
+    start = events["start_ns"].to_numpy()[rows]
+    duration = events["duration_ns"].to_numpy()[rows]
+    table = pl.DataFrame(
+        {"node": host_op[rows], "lane": events["lane"].to_numpy()[rows], "start": start, "duration": duration}
+    ).sort("lane", "start")
+    before = (pl.col("start") + pl.col("duration")).cum_max().shift(1).over("lane")
+    by_node = (
+        table.with_columns((pl.col("start") - before).clip(lower_bound=0).alias("gap"))
+        .sort("start")
+        .group_by("node", maintain_order=True)
+        .agg(pl.col("duration"), pl.col("gap").median().cast(pl.Int64))
+    )
+    nodes = by_node["node"].to_list()
+    gaps = dict(zip(nodes, by_node["gap"].to_list(), strict=True))
+    work = work_below(trace, runs)
+    work = work.with_columns(pl.Series("node", host_op[work["event"].to_numpy()]))
+    of_events = work.group_by("event", "node").agg(pl.sum("duration_ns")).group_by("node").agg(pl.median("duration_ns"))
+    return Originals(
+        dict(zip(nodes, by_node["duration"].to_list(), strict=True)),
+        {node: gap for node, gap in gaps.items() if gap is not None},
+        dict(work.drop_nulls("stream").group_by("node").agg(pl.col("stream").first()).iter_rows()),
+        dict(of_events.with_columns(pl.col("duration_ns").round().cast(pl.Int64)).iter_rows()),
+        _steps(trace),
+        holes_of(trace, runs),
+    )
+
+
+def holes_of(trace: Trace, runs: Bools) -> pl.DataFrame:
+    """Host time in compiled graphs that no op explains: kernels for the CPU are no ops, so no host trace has them.
+
+    Kernels for GPUs are, so that the time between the ops of a graph that has any is Python's.
+
+    Args:
+        trace: The device trace.
+        runs: Events that are ops which run; shape (events,).
+
+    Returns:
+        By name of the graph: count, and duration_ns of all of them without the ops inside, both of a mean step where
+        there are whole ones.
+    """
+    if not vocabulary(trace).matching(COMPILED).any() or not (graphs := marks(trace).graph).any():
+        return pl.DataFrame(schema=HOLES)
+    tree = forest(trace)
+    in_ops = tree.topmost(runs[tree.row])
+    length = tree.end_ns - tree.start_ns
+    spent = np.append(0, np.cumsum(np.where(in_ops, length, 0)))
+    for_gpu = gather_rows(vocabulary(trace).matching(_FOR_GPU), vocabulary(trace).code[tree.row])
+    at = np.flatnonzero(graphs & (tree.subtree_sums(for_gpu.astype(np.int64)) == 0))
+    steps = max(int(trace.steps["complete"].sum()), 1)
+    empty = length[at] - (spent[tree.stop[at]] - spent[at])
+    return (
+        pl.DataFrame({"name": trace.events["name"].gather(tree.row[at]), "empty": empty})
+        .filter(pl.col("empty") > 0)
+        .group_by("name", maintain_order=True)
+        .agg((pl.len() / steps).ceil().alias("count"), (pl.sum("empty") / steps).round().alias("duration_ns"))
+        .cast(HOLES)
+    )
+
+
+def _steps(trace: Trace) -> pl.DataFrame:
+    """The steps of a window that were recorded whole, with the processor time that a capture knows of them."""
+    steps = trace.steps.filter(pl.col("complete")).select(
+        "step", (pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns")
+    )
+    listed = (trace.meta.capture or {}).get("steps")
+    spent = listed.get("cpu_ns") if isinstance(listed, dict) else None
+    cpu = pl.DataFrame(
+        {"step": range(len(spent or ())), "cpu_ns": spent or []}, schema={"step": STEPS["step"], "cpu_ns": pl.Int64}
+    )
+    return steps.join(cpu, on="step", how="left", maintain_order="left").select(STEPS.names()).cast(STEPS)
+
+
+def work_below(trace: Trace, among: Bools) -> pl.DataFrame:
+    """The GPU work that some host events launched, in the order of the trace.
+
+    Args:
+        trace: The device trace.
+        among: The events that are asked for; shape (events,). Work goes to the innermost of them around its launch.
+
+    Returns:
+        A row for each piece of work: event (its row in `events`), stream, duration_ns.
+    """
+    work = trace.events.filter(pl.col("category").is_in(GPU_WORK)).drop_nulls("launch")
+    parent = trace.events["parent"].cast(pl.Int64).fill_null(-1).to_numpy()
+    launch = work["launch"].cast(pl.Int64).to_numpy()
+    event = np.where(among[launch], launch, nearest(parent, among)[launch])
+    return work.select(
+        pl.Series("event", event, dtype=pl.Int64), pl.col("stream").cast(pl.Int64), "duration_ns"
+    ).filter(pl.col("event") >= 0)
+
+
+def originals_of_graph(graph: Graph, rank: int, _chosen: Ints) -> Originals:
+    """What a saved graph says: of each op the span of its nodes, in every step that it holds."""
+    nodes = graph.nodes.filter((pl.col("rank") == rank) & pl.col("host_op").is_not_null() & pl.col("op").is_not_null())
+    spans = (
+        nodes.group_by("host_op", "op")
+        .agg(pl.col("start_ns").min(), (pl.col("start_ns") + pl.col("duration_ns")).max().alias("end_ns"))
+        .sort("start_ns")
+        .group_by("host_op", maintain_order=True)
+        .agg(pl.col("end_ns") - pl.col("start_ns"))
+    )
+    return Originals(dict(spans.iter_rows()))
+
+
+AnyPath = str | os.PathLike[str]
+_APART = timedelta(days=1)  # ranks in other time zones
+
+
+class PlanInput(Struct, frozen=True):
+    """The host trace of one rank with what else is known of it.
+
+    Attributes:
+        rank: The rank.
+        host: Its host trace.
+        originals: Given the ids of the chosen nodes, what was measured of them.
+        capture: The rank's part of capture.json.
+    """
+
+    rank: int
+    host: HostTrace
+    originals: Callable[[Ints], Originals]
+    capture: dict[str, Any] | None = None
+
+
+def open_inputs(paths: Sequence[AnyPath], *, cache: bool) -> tuple[str, list[PlanInput], list[Notice]]:
+    """Read what shall be planned: what the user gave, in a word; the host trace of each rank; what must be known.
+
+    Args:
+        paths: A capture; host traces of any ranks, with or without device traces; a `.graph`, or `.et` files of ours.
+        cache: Look into the cache of read traces, and fill it.
+
+    Raises:
+        InputError: `no-host-trace`, `two-host-traces`; or the refusal of a file.
+    """
+    texts = tuple(os.fspath(path) for path in paths)
+    if len(texts) == 1 and (is_chakra(Path(texts[0])) or graph_store.is_graph(Path(texts[0]))):
+        with ConversionInput(Path(texts[0])) as source:
+            graph = source.graph()
+        return texts[0], _of_graph(graph, texts[0]), list(graph.notices)
+    sources = find(texts)
+    peeks = [] if sources.captures else [peek_either(file) for file in sources.inputs]
+    for file in sources.inputs:
+        note_input(file.path)
+    if peeks and all(isinstance(peek, HostPeek) for peek in peeks):
+        hosts = [read_host_trace(peek.source.path) for peek in peeks]
+        ranks = [host.rank if host.rank is not None else number for number, host in enumerate(hosts)]
+        if len(set(ranks)) < len(ranks):
+            text = f"two host traces are of rank {Counter(ranks).most_common(1)[0][0]}"
+            raise InputError(text, slug="two-host-traces", hint="give one for each rank")
+        _check_one_run(hosts)
+        entries = [PlanInput(rank, host, lambda _chosen: Originals()) for rank, host in zip(ranks, hosts, strict=True)]
+        text = "there is no device trace: how long the ops took is not known"
+        notices = [Notice("no-device-trace", "info", text, len(hosts))]
+        return " ".join(texts), sorted(entries, key=lambda entry: entry.rank), notices
+    loaded = load_ranks(*paths, cache=cache)
+    entries = []
+    for rank in loaded.ranks:
+        matching = rank.matching
+        if matching is not None:
+            entries.append(
+                PlanInput(
+                    rank.rank,
+                    matching.host,
+                    partial(originals_of, rank.trace, matching),
+                    rank.trace.meta.capture,
+                )
+            )
+    if not entries:
+        raise InputError(
+            "there is no host trace: nothing says which ops ran with which arguments",
+            slug="no-host-trace",
+            where=loaded.name,
+            hint="record with `traceloom record`, or with torch.profiler.ExecutionTraceObserver beside the profiler",
+        )
+    return loaded.name, entries, loaded.notices
+
+
+def _check_one_run(hosts: Sequence[HostTrace]) -> None:
+    """Host traces of one run are of one version, name the same groups and began together.
+
+    Raises:
+        UsageError: `several-runs`.
+    """
+    first, *others = hosts
+    members = dict(first.groups.select("group", "ranks").drop_nulls().iter_rows())
+    for other in others:
+        groups = other.groups.select("group", "ranks").drop_nulls().iter_rows()
+        odd = [name for name, ranks in groups if members.setdefault(name, ranks) != ranks]
+        apart = [time for host in (first, other) if (time := _time(host.recorded_at)) is not None]
+        what = (
+            f"one has the schema {first.schema}, one {other.schema}" if first.schema != other.schema
+            else f"the group {odd[0]!r} has other members" if odd
+            else f"one is of {apart[0]}, one of {apart[1]}" if len(apart) == 2 and abs(apart[0] - apart[1]) > _APART
+            else ""
+        )  # fmt: skip
+        if what:
+            text = f"{first.path} and {other.path} are of different runs: {what}"
+            raise UsageError(text, slug="several-runs", hint="give the host traces of one run")
+
+
+def _time(text: str | None) -> datetime | None:
+    """A time of day as the observer writes it."""
+    with contextlib.suppress(ValueError):
+        return datetime.fromisoformat(text or "")
+    return None
+
+
+def _of_graph(graph: Graph, path: str) -> list[PlanInput]:
+    if not graph.host_ops.height:
+        raise InputError(
+            "the graph holds no ops of a host trace: nothing says which ops ran with which arguments",
+            slug="no-host-trace",
+            where=path,
+            hint="link device traces together with their host traces",
+        )
+    return [
+        PlanInput(
+            rank,
+            HostTrace(path, ops.drop("rank"), rank=rank, groups=groups_in(ops, path)[0]),
+            partial(originals_of_graph, graph, rank),
+        )
+        for (rank,), ops in graph.host_ops.sort("rank", "id").group_by("rank", maintain_order=True)
+        if isinstance(rank, int)
+    ]
+
+
+_MOST_DUMPED = 1 << 28  # bytes of all that is taken of a directory
+_NO_LINKS: int = getattr(os, "O_NOFOLLOW", 0)
+_DUMP = re.compile(r"nid_(\d{1,18})_tid_(\d{1,9})\.dat")
+
+
+class Resources:
+    """The directory that belongs to a host trace; empty where there is none.
+
+    Args:
+        trace: The host trace. PyTorch leaves what belongs to `a.json` in `a_resources`, to `a.json.gz` in
+            `a.json_resources`; whoever compresses `a.json` later has `a.json.gz` and `a_resources`.
+    """
+
+    def __init__(self, trace: str | Path) -> None:
+        whole = str(trace).removesuffix(".gz")
+        names = [f"{whole.removesuffix('.json')}_resources", f"{whole}_resources"]
+        self.directory = next((path for path in map(Path, names) if path.is_dir() and not path.is_symlink()), None)
+        self._left = _MOST_DUMPED
+
+    @cached_property
+    def sizes(self) -> Mapping[str, int]:
+        """The files in it, with their sizes in bytes."""
+        if self.directory is None:
+            return {}
+        try:
+            with os.scandir(self.directory) as entries:
+                return {
+                    entry.name: entry.stat(follow_symlinks=False).st_size
+                    for entry in entries
+                    if entry.is_file(follow_symlinks=False)
+                }
+        except OSError:
+            return {}
+
+    @cached_property
+    def dumps(self) -> Mapping[int, Mapping[int, str]]:
+        """Files with what an integer tensor held when an op began: by node and number of the tensor among its inputs.
+
+        PyTorch writes them with ENABLE_PYTORCH_EXECUTION_TRACE_SAVE_INTEGRAL_TENSOR_DATA=aten::embedding,...
+        """
+        out: dict[int, dict[int, str]] = defaultdict(dict)
+        for name in self.sizes:
+            if match := _DUMP.fullmatch(name):
+                out[int(match[1])][int(match[2])] = name
+        return out
+
+    def dumped(self, name: str, tensor: RecordedTensor) -> Array | None:
+        """What a tensor of integers held; None where the file is not of its size, or of other memory than its own.
+
+        PyTorch writes the memory from the first element on, as many bytes as the tensor has. Of a tensor on a CPU it
+        takes the offset, which is in elements, for one in bytes.
+        """
+        geometry = tensor.geometry
+        size = tensor.elements * ITEM_BYTES.get(geometry.dtype, 0)
+        is_misplaced = tensor.offset > 0 and tensor.device == "cpu" and tensor.item_bytes > 1
+        is_whole = geometry.dtype.startswith(("int", "uint")) and geometry.span == tensor.elements
+        if not is_whole or is_misplaced or self.sizes[name] != size:
+            return None
+        data = self.read(name, min(size, self._left))
+        if data is None or len(data) != size:
+            return None
+        self._left -= size
+        memory = np.frombuffer(data, dtype=np.dtype(geometry.dtype).newbyteorder("<"))
+        strides = contiguous(geometry.shape) if geometry.strides is None else geometry.strides
+        steps = [stride * memory.itemsize for stride in strides]
+        return np.lib.stride_tricks.as_strided(memory, geometry.shape, steps, writeable=False)
+
+    def read(self, name: str, most: int) -> bytes | None:
+        """A file of the directory; None where it has none of that name, or one of more than `most` bytes."""
+        if self.directory is None or self.sizes.get(name, most + 1) > most:
+            return None
+        try:
+            with open(
+                self.directory / name, "rb", opener=lambda path, flags: os.open(path, flags | _NO_LINKS)
+            ) as handle:
+                data = handle.read(most + 1)
+        except OSError:
+            return None
+        return data if len(data) <= most else None

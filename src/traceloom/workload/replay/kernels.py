@@ -1,0 +1,196 @@
+"""Kernels of compiled graphs: Triton programs whose sources the recorder or PyTorch left beside the host trace.
+
+A source is a stranger's code, and to run it is to trust it. So a plan holds sources and their SHA-256 and runs none of
+them; a run does where the user says so (`--trust`), and where there is a GPU and Triton. Otherwise stand-ins take the
+place of the kernels, with the reason. What a kernel takes is what PyTorch recorded: tensors, numbers, the stream behind
+them and, until PyTorch 2.5, the grid before that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from traceloom.system.units import count_of
+from traceloom.workload.replay.binding import Bound, Unbindable
+from traceloom.workload.replay.inputs import Resources
+from traceloom.workload.replay.plan import NO_SOURCES, NOT_TRUSTED, SOURCE_NAME, RankPlan, ReplayPlan
+from traceloom.workload.replay.schema import Refusal
+from traceloom.workload.replay.values import Kind
+
+if TYPE_CHECKING:
+    import torch
+
+# Why a stand-in takes the place of a kernel, as far as a plan can tell.
+KERNEL_REASONS = {
+    NO_SOURCES: "the source of the compiled kernel was not captured beside the host trace",
+    NOT_TRUSTED: "the source of the compiled kernel came with the trace, and runs on a GPU with --trust",
+}
+_MOST_BYTES = 1 << 20  # of a source
+_GRID = re.compile(r"(\w*)\(((?:\d{1,10},? ?){1,3})\)")
+_GRIDS = frozenset({"grid", "split_scan_grid"})
+
+
+class KernelSource(msgspec.Struct, frozen=True):
+    """A captured module that holds a kernel.
+
+    Attributes:
+        file: Its name, which its content decides.
+        text: The module.
+        sha256: Of its bytes.
+    """
+
+    file: str
+    text: str
+    sha256: str
+
+
+def source_of(resources: Resources, file: str) -> KernelSource | None:
+    """A source that lies beside a host trace; None where there is none, or it is no text, or longer than any."""
+    data = resources.read(file, _MOST_BYTES) if SOURCE_NAME.fullmatch(file) else None
+    try:
+        return None if data is None else KernelSource(file, data.decode(), hashlib.sha256(data).hexdigest())
+    except UnicodeDecodeError:
+        return None
+
+
+def kernel_arguments(values: Sequence[Any], kinds: Sequence[Kind]) -> tuple[bytes, str | None]:
+    """The arguments of a recorded kernel as those of a call, and its grid as it was written.
+
+    Args:
+        values: As recorded; the last is the stream, of which a replay has its own.
+        kinds: Of each.
+    """
+    grid, own = None, list(zip(values, kinds, strict=False))[:-1]
+    if own and isinstance(own[-1][0], str) and _GRID.fullmatch(own[-1][0]):
+        grid = own.pop()[0]
+    tensors = iter(range(len(own)))
+    typed = [
+        {"tensor": next(tensors)} if kind and isinstance(kind, str) else None if kind is not None else value
+        for value, kind in own
+    ]
+    return msgspec.json.encode(typed), grid
+
+
+def sources_in_words(plan: ReplayPlan) -> list[str]:
+    """The sources that a trusted run executes: a line for each, with its hash and how often it is called."""
+    calls: Counter[tuple[str, str]] = Counter()
+    for of_rank in plan:
+        ops = of_rank.ops.join(of_rank.kernels.drop_nulls("source"), on="call")
+        calls.update(ops.select("file", "sha256").iter_rows())
+    return [f"{file} (sha256 {sha256}), {count_of(count, 'call')}" for (file, sha256), count in sorted(calls.items())]
+
+
+def lacks_hardware(device: torch.device) -> Refusal | None:
+    """What a kernel needs and this machine does not have."""
+    if device.type == "cpu":
+        return Refusal("no-gpu", "it was compiled for a GPU, and the replay runs on the CPU")
+    if importlib.util.find_spec("triton") is None:
+        return Refusal("no-triton", "the package triton, which compiles it, is not installed")
+    return None
+
+
+def current_stream(device: torch.device) -> int:
+    """The stream on which PyTorch launches now, as the driver knows it."""
+    from torch._dynamo.device_interface import get_interface_for_device
+
+    return int(get_interface_for_device(device.type).get_raw_stream(device.index or 0))
+
+
+def launch(run: Callable[..., Any], stream: Callable[[], int], options: Mapping[str, Any], *arguments: Any) -> None:
+    """Call a kernel as the code of a compiled graph does."""
+    run(*arguments, stream=stream(), **options)
+
+
+class KernelLoader:
+    """Binds the kernels of a rank's plan.
+
+    Args:
+        plan: Of the rank.
+        device: Where it runs.
+        folder: Where sources are written before they are imported; None: none is trusted.
+        lacks: What the machine lacks for them.
+        stream: The stream of a launch.
+    """
+
+    def __init__(
+        self,
+        plan: RankPlan,
+        device: torch.device,
+        folder: Path | None = None,
+        *,
+        lacks: Callable[[torch.device], Refusal | None] = lacks_hardware,
+        stream: Callable[[torch.device], int] = current_stream,
+    ) -> None:
+        self.calls = {row["call"]: row for row in plan.kernels.iter_rows(named=True)}
+        self._device, self._folder, self._lacks, self._stream = device, folder, lacks, stream
+        self._modules: dict[str, ModuleType] = {}
+
+    def bind(self, call: int, arguments: str) -> Bound:
+        """A kernel with its arguments.
+
+        Args:
+            call: The row of the plan's `calls`.
+            arguments: JSON as `traceloom.workload.replay.plan` has it.
+
+        Raises:
+            Unbindable: slugs `no-sources`, `not-trusted`, `no-gpu`, `no-triton`, `other-kernel`.
+        """
+        kernel = self.calls[call]
+        if kernel["source"] is None:
+            raise Unbindable(NO_SOURCES, KERNEL_REASONS[NO_SOURCES])
+        if self._folder is None:
+            raise Unbindable(NOT_TRUSTED, KERNEL_REASONS[NOT_TRUSTED])
+        if lack := self._lacks(self._device):
+            raise Unbindable(*lack)
+        try:
+            module = self._modules.get(kernel["sha256"]) or self._imported(self._folder / kernel["sha256"], kernel)
+        except Exception as error:  # a stranger's module may raise anything
+            raise Unbindable("other-kernel", f"{kernel['file']}: {type(error).__name__}: {error}") from error
+        # It is named `triton_` where PyTorch was not told to give each kernel a name of its own.
+        run = getattr(getattr(module, kernel["name"], getattr(module, "triton_", None)), "run", None)
+        if run is None:
+            raise Unbindable("other-kernel", f"{kernel['file']} has no kernel {kernel['name']!r}")
+        values = msgspec.json.decode(arguments, type=list)
+        tensors = [isinstance(value, dict) for value in values]
+        bound = Bound(launch)
+        bound.arguments = [run, lambda: self._stream(self._device), self._options(kernel["grid"])]
+        for value, is_tensor in zip(values, tensors, strict=True):
+            if is_tensor:
+                bound.places.append(((len(bound.arguments),), value["tensor"]))
+            bound.arguments.append(None if is_tensor else value)
+        return bound
+
+    def _imported(self, folder: Path, kernel: Mapping[str, str]) -> ModuleType:
+        """The module of a source, which Triton must be able to read as a file."""
+        folder.mkdir(exist_ok=True)
+        path = folder / kernel["file"]
+        path.write_bytes(kernel["source"].encode())
+        spec = importlib.util.spec_from_file_location(f"traceloom_kernel_{kernel['sha256']}", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = self._modules[kernel["sha256"]] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    def _options(self, grid: str | None) -> dict[str, Any]:
+        """The grid, where PyTorch handed it over with the arguments: itself, or a function of the block's size."""
+        if grid is None or not (match := _GRID.fullmatch(grid)):
+            return {}
+        numbers = tuple(int(number) for number in re.findall(r"\d+", match[2]))
+        if not match[1]:
+            return {"grid": numbers}
+        from torch._inductor.runtime import triton_heuristics
+
+        function = getattr(triton_heuristics, match[1], None) if match[1] in _GRIDS else None
+        if function is None:
+            raise Unbindable("other-kernel", f"its grid is {grid}, and this PyTorch has no such function")
+        return {"grid": function(*numbers)}

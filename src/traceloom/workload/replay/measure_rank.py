@@ -1,0 +1,486 @@
+"""One process of a measurement: collectives, kernels, repetitions."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import platform
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from traceloom.analyze.bandwidth import bus_factor
+from traceloom.analyze.placed_calls import Peak, find
+from traceloom.errors import InputError, PartialError
+from traceloom.trace.array_types import Array, Floats, Ints
+from traceloom.workload.replay.ranks import Say, take_part
+from traceloom.workload.simulate.machine import Span
+
+if TYPE_CHECKING:
+    import torch
+
+
+SMALLEST = 1 << 10
+"""Bytes of the smallest collective."""
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every process of a measurement does.
+
+    Attributes:
+        ranks: Processes.
+        per_host: Of them on each host, which are numbered host by host.
+        device: What they compute with: `cpu`, `cuda`, `xpu`.
+        backend: What they communicate with: `gloo`, `nccl` ...
+        max_bytes: The largest message.
+        factor: From one size to the next.
+        precision: A median is known well enough when half the width of its interval is no larger part of it.
+        timeout_s: How long a rank waits for the others.
+        meeting: Where they meet, an `init_method` of torch.distributed.
+        threads: For the operators of each process; None: as many as torch takes.
+    """
+
+    ranks: int
+    per_host: int
+    device: str
+    backend: str
+    max_bytes: int
+    factor: int
+    precision: float
+    timeout_s: float
+    meeting: str
+    threads: int | None = None
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of the messages."""
+        sizes = [SMALLEST]
+        while sizes[-1] * self.factor <= self.max_bytes:
+            sizes.append(sizes[-1] * self.factor)
+        return sizes
+
+    def groups(self) -> Iterator[Group]:
+        """The groups that communicate, one after the other, while nobody else does.
+
+        The ranks of the first host, one rank of every host, and all; of messages the first two ranks of a host, and the
+        first ranks of two hosts.
+        """
+        hosts = self.ranks // self.per_host
+        kinds = COLLECTIVES[:-1]
+        if self.per_host > 1:
+            yield Group("inside", tuple(range(self.per_host)), kinds)
+            yield Group("inside", (0, 1), ("send",))
+        if hosts > 1:
+            yield Group("between", tuple(range(0, self.ranks, self.per_host)), kinds)
+            yield Group("between", (0, self.per_host), ("send",))
+        if hosts > 1 and self.per_host > 1:
+            yield Group("between", tuple(range(self.ranks)), kinds)
+
+
+class Group(NamedTuple):
+    """Ranks that communicate, and how.
+
+    Attributes:
+        span: Whether they are on one host or on several.
+        ranks: Their numbers.
+        kinds: Of collectives.
+    """
+
+    span: Span
+    ranks: tuple[int, ...]
+    kinds: tuple[str, ...]
+
+
+class Series(NamedTuple):
+    """One thing that was measured again and again.
+
+    Attributes:
+        what: A collective or a kernel.
+        variety: Of a collective its span, of a kernel its element type.
+        ranks: Of the group; of a kernel all that ran it at the same time.
+        size: Bytes of a message or of a buffer, rows of a matrix.
+        amount: Of a collective bytes on the bus, of a kernel operations or bytes that it moves.
+        times_ns: Each time, of the slowest rank.
+    """
+
+    what: str
+    variety: str
+    ranks: int
+    size: int
+    amount: float
+    times_ns: list[float]
+
+
+class Recorded(NamedTuple):
+    """What a process knows in the end; all know the same.
+
+    Attributes:
+        transfers: Of collectives.
+        kernels: Of kernels; none where the peaks of the device are published.
+        left_out: What could not be measured -> why.
+        device: The name of the device.
+        one_clock: Whether all ranks read the same clock.
+    """
+
+    transfers: list[Series]
+    kernels: list[Series]
+    left_out: dict[str, str]
+    device: str
+    one_clock: bool
+
+
+_ELEMENT = 4  # bytes: float32
+
+
+def collective(
+    kind: str, size_bytes: int, members: Sequence[int], group: Any, device: torch.device
+) -> tuple[Callable[[], object], int]:
+    """A collective with buffers of its own: the call, and its size as in the column `size_bytes`.
+
+    Args:
+        kind: One of `COLLECTIVES`.
+        size_bytes: About so many.
+        members: Ranks of the group; the first is the root, or sends.
+        group: Of torch.distributed.
+        device: Where the buffers are.
+    """
+    import torch
+    import torch.distributed as dist
+
+    part = max(size_bytes // _ELEMENT // len(members), 1)
+    whole = torch.zeros(part * len(members), device=device)
+    calls: dict[str, Callable[[], object]] = {}
+    if kind in {"all_gather", "reduce_scatter"}:
+        own = torch.zeros(part, device=device)
+        # the newer names do not warn
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        calls["all_gather"] = lambda: gather(whole, own, group=group)
+        calls["reduce_scatter"] = lambda: scatter(own, whole, group=group)
+    elif kind == "all_to_all":
+        received = torch.empty_like(whole)
+        calls["all_to_all"] = lambda: dist.all_to_all_single(received, whole, group=group)
+    elif kind == "send":
+        sends = dist.get_rank() == members[0]
+        calls["send"] = lambda: (
+            dist.send(whole, members[1], group=group) if sends else dist.recv(whole, members[0], group=group)
+        )
+    calls["all_reduce"] = lambda: dist.all_reduce(whole, group=group)
+    calls["broadcast"] = lambda: dist.broadcast(whole, members[0], group=group)
+    return calls[kind], whole.numel() * _ELEMENT
+
+
+_ROWS = {"cpu": (128, 1024)}
+_ROWS_ON_DEVICES = 256, 8192
+_MOVED = {"cpu": 1 << 28}  # bytes that no cache holds
+_MOVED_ON_DEVICES = 1 << 30
+_PRODUCTS = {"cpu": {"fp32": "float32", "fp64": "float64", "bf16": "bfloat16"}}
+_MATRIX_UNITS = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+class Kernel(NamedTuple):
+    """A kernel with buffers of its own.
+
+    Attributes:
+        name: `matrix_product`, `copy` or `triad`.
+        element_type: As peaks name it.
+        size: Rows and columns of each matrix, or bytes of each buffer.
+        amount: Operations, or bytes that it reads and writes.
+        call: Does it.
+    """
+
+    name: str
+    element_type: str
+    size: int
+    amount: int
+    call: Callable[[], object]
+
+
+def kernels(device: torch.device) -> Iterator[Kernel]:
+    """The kernels of a device, matrix products from the smallest to the largest; buffers of one live at a time."""
+    import torch
+
+    size = _MOVED.get(device.type, _MOVED_ON_DEVICES)
+    first, second, third = (torch.ones(size // torch.float32.itemsize, device=device) for _ in range(3))
+    yield Kernel("copy", "fp32", size, 2 * size, partial(third.copy_, first))
+    yield Kernel("triad", "fp32", size, 3 * size, partial(torch.add, first, second, alpha=3.0, out=third))
+    del first, second, third
+    low, high = _ROWS.get(device.type, _ROWS_ON_DEVICES)
+    before = torch.get_float32_matmul_precision()
+    for name, dtype in _PRODUCTS.get(device.type, _MATRIX_UNITS).items():
+        torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+        rows = low
+        while rows <= high:
+            left, right, out = (torch.rand(rows, rows, device=device).to(getattr(torch, dtype)) for _ in range(3))
+            yield Kernel("matrix_product", name, rows, 2 * rows**3, partial(torch.mm, left, right, out=out))
+            rows *= 2
+    torch.set_float32_matmul_precision(before)
+
+
+FEWEST = 8
+"""Times before anything is known of a median."""
+MOST = 400
+LONGEST_NS = 3e8
+"""Of all times of one thing together."""
+_SIGMAS = 1.96  # 95 of 100 intervals hold the median
+
+
+def half_width(times: Floats) -> float:
+    """Half the width of the interval that holds the median (95 %), as a part of it; from `FEWEST` times on.
+
+    The interval ends at times of the sample itself, so it assumes nothing of how they scatter.
+
+    Example:
+        >>> half_width(np.array([9.0, 10, 10, 10, 10, 10, 10, 10, 10, 11]))
+        0.0
+    """
+    ordered = np.sort(times)
+    inside = math.floor(times.size / 2 - _SIGMAS * math.sqrt(times.size) / 2)
+    low, high = ordered[max(inside, 0)], ordered[-1 - max(inside, 0)]
+    return float((high - low) / 2 / np.median(times))
+
+
+def enough(times: Floats, precision: float) -> bool:
+    """Whether the median is known, or no more time is to be spent on it. Times of all ranks: all decide alike."""
+    if times.size < FEWEST:
+        return False
+    return times.size >= MOST or times.sum() >= LONGEST_NS or half_width(times) <= precision
+
+
+_BURST_NS = 2e5  # of kernels between two readings of a clock
+_MOST_CALLS = 1000
+_SLOW_NS = 1e8  # a kernel that takes longer is the last of its kind
+FAILED_HINT = "another --backend or a smaller --max-size may do"
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+def main() -> None:
+    """What a process of ours does: one rank."""
+    take_part(
+        lambda job, say: {
+            "recorded": msgspec.to_builtins(measure_here(msgspec.convert(job["task"], Task), job["process"], say))
+        }
+    )
+
+
+def measure_here(task: Task, rank: int, say: Say) -> Recorded:
+    """Take part in a measurement.
+
+    Args:
+        task: The same on all ranks.
+        rank: Of this process.
+        say: Is told what is being measured.
+
+    Raises:
+        InputError: slug `no-rendezvous`: the ranks do not find each other.
+        PartialError: slug `rank-failed`: a kernel or the communication failed.
+    """
+    import torch
+
+    if task.threads is not None:
+        torch.set_num_threads(task.threads)
+    device = torch.device(task.device)
+    if task.device != "cpu":
+        module = getattr(torch, task.device)
+        module.set_device(rank % task.per_host)
+        device = torch.device(task.device, rank % task.per_host)
+    name = _name(device)
+    with warnings.catch_warnings(), _add_meetings(task, rank) as control:
+        warnings.simplefilter("ignore")
+        try:
+            process = _Process(task, rank, device, control)
+            left_out: dict[str, str] = {}
+            known = process.gathered(np.array([isinstance(find(name), Peak)])).all()
+            of_kernels = [] if known else list(process.kernels(say))
+            transfers = [series for group in task.groups() for series in process.transfers(group, left_out, say)]
+            one_clock = process.one_clock
+        except RuntimeError as error:  # as torch says whatever fails
+            message = f"rank {rank} failed: {first_line(error)}"
+            raise PartialError(message, slug="rank-failed", hint=FAILED_HINT) from error
+    return Recorded(transfers, of_kernels, left_out, name, one_clock)
+
+
+def first_line(error: Exception) -> str:
+    """What an error of a library says, without the lines that only its authors need."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+@contextlib.contextmanager
+def _add_meetings(task: Task, rank: int) -> Iterator[Any]:
+    """All ranks together, for what is done inside: the group by which they tell each other times."""
+    if task.ranks == 1:
+        yield None
+        return
+    import torch.distributed as dist
+
+    timeout = timedelta(seconds=task.timeout_s)
+    try:
+        dist.init_process_group(
+            task.backend, init_method=task.meeting, rank=rank, world_size=task.ranks, timeout=timeout
+        )
+        control = dist.group.WORLD if task.backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
+    except (RuntimeError, ValueError, OSError) as error:
+        message = f"rank {rank} does not find the others: {first_line(error)}"
+        hint = "give torchrun another --master-port; GLOO_SOCKET_IFNAME names the network to use"
+        raise InputError(message, slug="no-rendezvous", hint=hint) from error
+    try:
+        yield control
+    finally:
+        dist.destroy_process_group()
+
+
+def _name(device: torch.device) -> str:
+    """What the device calls itself."""
+    import torch
+
+    if device.type != "cpu":
+        return str(getattr(torch, device.type).get_device_name(device))
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(models, platform.processor() or platform.machine())
+
+
+@dataclass
+class _Process:
+    """One rank at work.
+
+    Attributes:
+        task: What is measured.
+        rank: Of this process.
+        device: Where.
+        control: The group by which ranks tell each other their times; None of a rank that is alone.
+    """
+
+    task: Task
+    rank: int
+    device: torch.device
+    control: Any
+
+    @cached_property
+    def one_clock(self) -> bool:
+        """Whether all ranks read the same clock: those of one host do, but no event of a device is on it."""
+        boot = _BOOT.read_text(encoding="ascii") if _BOOT.exists() else platform.node()
+        own = np.frombuffer(boot.strip().encode()[:40].ljust(40), dtype=np.int64)
+        return self.device.type == "cpu" and bool((self.gathered(own) == own).all())
+
+    def transfers(self, group: Group, left_out: dict[str, str], say: Say) -> Iterator[Series]:
+        """The collectives of a group, of all sizes; the reason of a kind that fails goes to `left_out`."""
+        import torch.distributed as dist
+
+        count = len(group.ranks)
+        joined = dist.new_group(list(group.ranks), backend=self.task.backend)
+        for kind in group.kinds:
+            say(f"{kind} of {count} ranks")
+            for nominal in self.task.sizes:
+                call, size, reason = None, 0, ""
+                if self.rank in group.ranks:
+                    try:
+                        call, size = collective(kind, nominal, group.ranks, joined, self.device)
+                        call()
+                    except (RuntimeError, ValueError) as error:
+                        reason = first_line(error)
+                states = self.gathered(np.array([bool(reason), size]))
+                if states[:, 0].any():
+                    left_out[f"{kind} of {count} ranks"] = reason or f"it failed on rank {states[:, 0].argmax()}"
+                    break
+                times = self.repeated(partial(self.burst, call, joined), group.ranks, one_clock=self.one_clock)
+                size = int(states[:, 1].max())
+                yield Series(kind, group.span, count, size, size * bus_factor(kind, count), times.tolist())
+
+    def burst(self, call: Callable[[], object] | None, group: Any) -> Ints:
+        """When collectives began and ended on this rank, all ranks being ready; shape (calls, 2), ns."""
+        import torch
+        import torch.distributed as dist
+
+        spans = np.zeros((FEWEST, 2), dtype=np.int64)
+        if call is None:  # of others
+            return spans
+        if self.device.type == "cpu":
+            for span in spans:
+                dist.barrier(group)
+                span[0] = time.monotonic_ns()
+                call()
+                span[1] = time.monotonic_ns()
+            return spans
+        module = getattr(torch, self.device.type)
+        ready = torch.zeros(1, device=self.device)
+        events = [[module.Event(enable_timing=True) for _ in range(2)] for _ in spans]
+        for begin, end in events:
+            dist.all_reduce(ready, group=group)  # on the stream, as a barrier that no host waits for
+            begin.record()
+            call()
+            end.record()
+        module.synchronize()
+        spans[:, 1] = [round(begin.elapsed_time(end) * 1e6) for begin, end in events]
+        return spans
+
+    def kernels(self, say: Say) -> Iterator[Series]:
+        """The kernels, on all ranks at the same time, as they compute in a job."""
+        ranks = range(self.task.ranks)
+        ended = ("", "")
+        for kernel in kernels(self.device):
+            kind = kernel.name, kernel.element_type
+            if kind == ended:
+                continue
+            say(f"{kernel.name.replace('_', ' ')} {kernel.element_type}")
+            self.per_call(kernel.call, 1)
+            calls = int(np.clip(_BURST_NS / self.per_call(kernel.call, 1), 1, _MOST_CALLS))
+            times = self.repeated(partial(self.bursts, kernel.call, calls), ranks, one_clock=False)
+            yield Series(*kind, self.task.ranks, kernel.size, kernel.amount, times.tolist())
+            if np.median(times) > _SLOW_NS:
+                ended = kind
+
+    def bursts(self, call: Callable[[], object], calls: int) -> Floats:
+        """Time of a call in several bursts of so many, as if each began at 0; shape (bursts, 2), ns."""
+        return np.array([(0.0, self.per_call(call, calls)) for _ in range(FEWEST)])
+
+    def per_call(self, call: Callable[[], object], calls: int) -> float:
+        """What one of so many calls takes, ns."""
+        import torch
+
+        if self.device.type == "cpu":
+            begin = time.monotonic_ns()
+            for _ in range(calls):
+                call()
+            return max(time.monotonic_ns() - begin, 1) / calls
+        module = getattr(torch, self.device.type)
+        first, last = (module.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        for _ in range(calls):
+            call()
+        last.record()
+        module.synchronize()
+        return max(float(first.elapsed_time(last)) * 1e6, 1.0) / calls
+
+    def repeated(self, burst: Callable[[], Ints | Floats], members: Sequence[int], *, one_clock: bool) -> Floats:
+        """Times until their median is known: on one clock from the last beginning to the last end, else the longest."""
+        times = np.empty(0)
+        burst()
+        while not enough(times, self.task.precision):
+            begin, end = np.moveaxis(self.gathered(burst())[list(members)], 2, 0)  # (members, calls) each
+            taken = end.max(axis=0) - begin.max(axis=0) if one_clock else (end - begin).max(axis=0)
+            times = np.concatenate([times, np.maximum(taken, 1)])
+        return times
+
+    def gathered(self, own: Array) -> Array:
+        """An array of every rank, all of the same shape; shape (ranks, ...)."""
+        if self.control is None:
+            return own[None]
+        import torch
+        import torch.distributed as dist
+
+        sent = torch.from_numpy(own.copy())
+        received = [torch.empty_like(sent) for _ in range(self.task.ranks)]
+        dist.all_gather(received, sent, group=self.control)
+        stacked: Array = torch.stack(received).numpy()
+        return stacked

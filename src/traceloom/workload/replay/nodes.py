@@ -1,0 +1,507 @@
+"""Nodes of a host trace and its collectives."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from importlib import resources
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+import polars as pl
+
+from traceloom.formats.kineto_metadata import whole
+from traceloom.trace.array_types import Bools, Ints
+from traceloom.trace.arrays import nearest
+from traceloom.trace.trace import HostTrace
+from traceloom.workload.replay.schema import OperatorSchema
+from traceloom.workload.replay.values import (
+    Layout,
+    RecordedTensor,
+    count_of,
+    kinds_of,
+    layout_of,
+    storages_of,
+    tensors_of,
+)
+
+Level = Literal["outermost", "leaf"]
+T = TypeVar("T")
+
+_STEP = r"^(?:ProfilerStep|traceloom\.step)#(\d+)"
+_BACKWARD = "autograd::engine::evaluate_function: "
+# Annotations that are no scope of the user's.
+_NO_SCOPE = (
+    r"^(?:autograd::engine::|torch::autograd::|torch(?:\.|::)distributed|traceloom\.step#|ProfilerStep#|gloo:|nccl:)"
+)
+_OWN = r"^traceloom\.(?:module|scope):"
+_PHASES = {"Optimizer.": "optimizer", "enumerate(DataLoader)": "loading", _BACKWARD: "backward"}
+
+
+class Attributes(msgspec.Struct, gc=False):
+    """What a node has beside its columns, where a replay needs it."""
+
+    input_strides: Any = None
+    output_strides: Any = None
+    tensor_range: Any = None
+    kernel_backend: Any = None
+    kernel_file: Any = None
+    pg_name: Any = None
+
+
+@dataclass(frozen=True)
+class TensorsOf:
+    """The tensors on one side of all nodes: by row, decoded when they are asked for.
+
+    Attributes:
+        values: As recorded, of each node.
+        layouts: Where tensors stand among them, or why they are recorded with what cannot be.
+        unreadable: Why the values of a row are not what their types say; added to.
+    """
+
+    values: Sequence[list[Any]]
+    layouts: Sequence[Layout | str]
+    unreadable: dict[int, str]
+
+    def __getitem__(self, row: int) -> list[RecordedTensor]:
+        """The tensors of a node; none where its values are unreadable."""
+        layout = self.layouts[row]
+        if isinstance(layout, str):
+            self.unreadable[row] = layout
+            return []
+        try:
+            return tensors_of(self.values[row], layout)
+        except (TypeError, ValueError, IndexError, KeyError) as error:
+            self.unreadable[row] = str(error)
+            return []
+
+    def storages(self, rows: Iterable[int]) -> tuple[Ints, Ints]:
+        """The numbers of their storages alone: the row and the number of each; none of what is unreadable."""
+        at: list[int] = []
+        numbers: list[int] = []
+        for row in rows:
+            layout = self.layouts[row]
+            if layout and not isinstance(layout, str):
+                storages = storages_of(self.values[row], layout)
+                numbers += storages
+                at += [row] * len(storages)
+        return np.array(at, dtype=np.int64), np.array(numbers, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes of a host trace in the order of their start, decoded where a replay needs them.
+
+    Attributes:
+        host: The host trace.
+        parent: Row of the node above each; -1 where there is none; shape (nodes,).
+        inputs: Decoded values of each; shape (nodes,).
+        outputs: The same of what it returned.
+        attributes: The rest.
+        unreadable: Why the values of a row are not what their types say.
+    """
+
+    host: HostTrace
+    parent: Ints
+    inputs: Sequence[list[Any]]
+    outputs: Sequence[list[Any]]
+    attributes: Sequence[Attributes]
+    unreadable: dict[int, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, host: HostTrace) -> Nodes:
+        """Decode a host trace. Values that are no JSON (half a file) count as none."""
+        ops = host.ops
+        ids = ops["id"].to_numpy()
+        above = ops["parent"].fill_null(-1).to_numpy()
+        row = np.minimum(np.searchsorted(ids, above), max(ids.size - 1, 0))
+        parent = np.where((ids[row] == above) & (row < np.arange(ids.size)), row, -1) if ids.size else row
+        texts = ops["attributes"].unique()  # most nodes have those of another
+        attributes = dict(zip(texts.to_list(), _decoded(texts, Attributes, "{}"), strict=True))
+        return cls(
+            host,
+            parent.astype(np.int64),
+            _decoded(ops["inputs"], list[Any]),
+            _decoded(ops["outputs"], list[Any]),
+            [attributes[text] for text in ops["attributes"].to_list()],
+        )
+
+    @cached_property
+    def read(self) -> TensorsOf:
+        """The tensors among the inputs of each node."""
+        return self._tensors(self.inputs, "input")
+
+    @cached_property
+    def returned(self) -> TensorsOf:
+        """The tensors among the outputs of each node."""
+        return self._tensors(self.outputs, "output")
+
+    def _tensors(self, values: Sequence[list[Any]], side: str) -> TensorsOf:
+        """Most nodes are recorded with the same types, shapes and strides as another: these are read once."""
+        ops = self.host.ops
+        texts = [f"{side}_types", f"{side}_shapes", "attributes"]
+        first = ops.with_row_index("row").select(pl.col("row").first().over(texts)).to_series()
+        rows = first.unique()
+        shapes = _decoded(ops[f"{side}_shapes"].gather(rows), list[Any])
+        layouts: dict[int, Layout | str] = {}
+        for row, types, shape in zip(rows.to_list(), ops[texts[0]].gather(rows).to_list(), shapes, strict=True):
+            try:
+                layouts[row] = layout_of(kinds_of(types), shape, getattr(self.attributes[row], f"{side}_strides"))
+            except (TypeError, ValueError, IndexError, KeyError) as error:  # noqa: PERF203  (files that are damaged)
+                layouts[row] = str(error)
+        return TensorsOf(values, [layouts[row] for row in first.to_list()], self.unreadable)
+
+    @cached_property
+    def ranges(self) -> dict[int, dict[int, tuple[int, int]]]:
+        """Least and greatest values of integer tensors, by id and number of the tensor among the inputs.
+
+        PyTorch writes them with ENABLE_PYTORCH_EXECUTION_TRACE_SAVE_INTEGRAL_TENSOR_RANGE=1.
+        """
+        out: dict[int, dict[int, tuple[int, int]]] = {}
+        for node, attributes in zip(self.host.ops["id"].to_list(), self.attributes, strict=True):
+            if attributes.tensor_range:
+                with contextlib.suppress(msgspec.DecodeError, TypeError):  # damaged: the values are guessed
+                    out[node] = msgspec.json.decode(attributes.tensor_range, type=dict[int, tuple[int, int]])
+        return out
+
+    @cached_property
+    def has_schema(self) -> Bools:
+        """Which nodes are ops of the dispatcher."""
+        return np.asarray(self.host.ops["schema"].is_not_null().to_numpy())
+
+    @cached_property
+    def exchanges(self) -> Bools:
+        """Which nodes are collectives, sends, receives, barriers, or waits for them."""
+        exchanges = self.host.ops["name"].str.contains(
+            r"^(?:c10d::|_c10d_functional::|c10d_functional::|record_param_comms$)"
+        )
+        return np.asarray(exchanges.fill_null(value=False).to_numpy())
+
+    @cached_property
+    def kernels(self) -> Bools:
+        """Which nodes are kernels that a compiled graph launched."""
+        backends = [attributes.kernel_backend == "triton" for attributes in self.attributes]
+        return np.array(backends, dtype=np.bool_) & ~self.has_schema
+
+    @cached_property
+    def runs(self) -> Bools:
+        """Which nodes do something that a replay can do: ops, exchanges and kernels."""
+        return self.has_schema | self.exchanges | self.kernels
+
+    @cached_property
+    def steps(self) -> Ints:
+        """Number of the step that each node is in; -1 before the first, where there is any mark of one."""
+        named = self.host.ops.select(pl.col("name").str.extract(_STEP).cast(pl.Int64)).to_series()
+        marks = np.flatnonzero(named.is_not_null().to_numpy())
+        numbers = named.drop_nulls().to_numpy()
+        at = np.searchsorted(marks, np.arange(named.len()), side="right") - 1
+        return np.where(at >= 0, numbers[np.maximum(at, 0)], -1) if marks.size else np.full(named.len(), -1)
+
+    @cached_property
+    def scopes(self) -> list[str]:
+        """The user's scopes around each node, outermost first; a backward op has those of its forward op."""
+        ops = self.host.ops
+        names = ops["name"].str.replace(_OWN, "").to_list()
+        labels = (
+            ~self.has_schema
+            & ~self.host.roots().to_numpy()
+            & ~(ops["name"].str.contains(_NO_SCOPE) | ops["name"].str.contains(r"Backward\d*$")).to_numpy()
+            & (ops["scope"].fill_null(-1) == 7).to_numpy()
+        )
+        sequence = ops["sequence"].fill_null(-1).to_numpy()
+        in_backward = np.append(ops["name"].str.starts_with(_BACKWARD).to_numpy(), False)[self.parent]
+        # Rows at which the scopes may be others than above them; forward ops are met on the way.
+        turns = labels | (in_backward & (sequence >= 0) & ~self.has_schema)
+        above = nearest(self.parent, turns)
+        own = np.where(turns, np.arange(turns.size), above).tolist()
+        forward: dict[int, int] = {}
+        paths = {-1: ""}
+        for row in np.flatnonzero(turns | (self.has_schema & (sequence >= 0))).tolist():
+            number = int(sequence[row])
+            if not turns[row]:
+                forward[number] = row
+                continue
+            path, name = paths[int(above[row])], names[row]
+            if number >= 0 and in_backward[row] and number in forward:
+                path = paths[own[forward[number]]]
+            if labels[row]:  # a module's name is its whole path already
+                path = name if not path or name.startswith(f"{path}.") else f"{path}/{name}"
+            paths[row] = path
+        return [paths[row] for row in own]
+
+    @cached_property
+    def phases(self) -> list[str]:
+        """forward, backward, optimizer or loading."""
+        names = self.host.ops["name"].to_list()
+        phases = {
+            name: next((phase for start, phase in _PHASES.items() if name.startswith(start)), None)
+            for name in set(names)
+        }
+        own = [phases[name] for name in names]
+        marked = np.fromiter(map(bool, own), dtype=np.bool_, count=len(own))
+        at = np.where(marked, np.arange(marked.size), nearest(self.parent, marked))
+        return [own[row] or "" if row >= 0 else "forward" for row in at.tolist()]
+
+
+def _decoded(texts: pl.Series, kind: type[T], nothing: str = "[]") -> list[T]:
+    """Values out of a column of JSON text, all at once where every text is well-formed; `kind()` where one is not."""
+    texts = texts.fill_null(nothing)
+    with contextlib.suppress(msgspec.DecodeError, UnicodeError):
+        values = msgspec.json.decode(f"[{texts.str.join(',').item()}]", type=list[kind])  # type: ignore[valid-type]
+        if len(values) == texts.len():
+            return values
+    out = []
+    for text in texts.to_list():
+        try:
+            out.append(msgspec.json.decode(text, type=kind))
+        except (msgspec.DecodeError, UnicodeError):  # noqa: PERF203  (files that are damaged)
+            out.append(kind())
+    return out
+
+
+def choose(nodes: Nodes, level: Level = "outermost") -> Ints:
+    """The rows of the nodes that a replay runs, in the order of their start.
+
+    `outermost`: the ops of the dispatcher that no other one is around; but an op that is nothing but calls of others
+    is opened where its inner results are used outside of it: else nobody would have made them. `leaf`: every such op
+    is opened. Communication is taken as a whole.
+    """
+    takes = nodes.runs
+    around = nearest(nodes.parent, takes)
+    calls = np.zeros(takes.size, dtype=np.bool_)
+    calls[around[takes & (around >= 0)]] = True
+    # An op that does something itself cannot be replaced by those that it calls.
+    opened = calls & ~nodes.exchanges & nodes.host.ops["name"].is_in(composite_ops()).to_numpy()
+    if level == "outermost" and opened.any():
+        opened = _opened(nodes, opened)
+    # outermost once the opened ones are no ops any more
+    left = takes & ~opened
+    return np.flatnonzero(left & (nearest(nodes.parent, left) < 0))
+
+
+@cache
+def composite_ops() -> list[str]:
+    """Ops that are nothing but calls of other ops; written by `scripts/composite_ops.py`."""
+    text = resources.files("traceloom.workload.replay").joinpath("composite_ops.txt").read_text(encoding="utf-8")
+    return [f"aten::{name}" for name in text.split()]
+
+
+def _opened(nodes: Nodes, composite: Bools) -> Bools:
+    """Composite ops that made, deep inside, a storage that is read outside of them, though they do not return it."""
+    acts = np.flatnonzero(nodes.runs).tolist()
+    (read_row, read_storage), (made_row, made_storage) = nodes.read.storages(acts), nodes.returned.storages(acts)
+    count = composite.size
+    outer = nearest(nodes.parent, composite)
+    inner = made_storage[(composite | (outer >= 0))[made_row]]  # no others matter
+    is_inner = np.isin(read_storage, inner), np.isin(made_storage, inner)
+    read_row, made_row = read_row[is_inner[0]], made_row[is_inner[1]]
+    _, number = np.unique(np.concatenate([read_storage[is_inner[0]], made_storage[is_inner[1]]]), return_inverse=True)
+    # an occurrence: the storage, and within those of it the row
+    read, made = number[: read_row.size] * count + read_row, number[read_row.size :] * count + made_row
+    occurs = np.sort(np.concatenate([read, made]))
+    written = np.sort(made[~np.isin(made, read)])
+    before = np.searchsorted(written, read) - 1  # the last that wrote to it before it was read
+    source = written[np.maximum(before, 0)] if written.size else read
+    is_made = (before >= 0) & (source // count == read // count)
+    at = np.where(composite[source % count], source % count, outer[source % count])[is_made]
+    storage, row = read[is_made] - read_row[is_made], read_row[is_made]
+    opened = np.zeros(count, dtype=np.bool_)
+    parent = nodes.parent.tolist()
+    while (inside := at >= 0).any():
+        storage, row, at = storage[inside], row[inside], at[inside]
+        hides = np.flatnonzero(occurs[np.searchsorted(occurs, storage + at) % occurs.size] != storage + at)
+        for pair in hides.tolist():
+            above, hider = int(row[pair]), int(at[pair])
+            while above > hider:
+                above = parent[above]
+            if above == hider:
+                at[pair] = -1
+            else:
+                opened[hider] = True
+        at = np.where(at >= 0, outer[at], -1)
+    return opened
+
+
+def within(nodes: Nodes, rows: Ints, *, steps: Iterable[int] | None = None, scope: str | None = None) -> Ints:
+    """Those of the rows in some steps, and below a scope of a name."""
+    if steps is not None:
+        rows = rows[np.isin(nodes.steps[rows], list(steps))]
+    if scope is not None:
+        scopes = nodes.scopes
+        rows = rows[[scope in scopes[row].split("/") or scopes[row].startswith(f"{scope}.") for row in rows.tolist()]]
+    return rows
+
+
+WAIT = "wait"
+# Names of ops (after their namespace, without underscores around) and of `record_param_comms`.
+_KINDS = {
+    "all_reduce": "allreduce allreduce_coalesced allreduce_sparse all_reduce all_reduce_coalesced",
+    "all_gather": "allgather allgather_base allgather_coalesced allgather_into_tensor_coalesced all_gather "
+    "all_gather_into_tensor all_gather_into_tensor_out all_gather_into_tensor_coalesced all_gather_base "
+    "_all_gather_base",
+    "reduce_scatter": "reduce_scatter reduce_scatter_base reduce_scatter_tensor reduce_scatter_tensor_coalesced "
+    "reduce_scatter_tensor_out",
+    "all_to_all": "alltoall alltoall_base all_to_all all_to_allv all_to_all_single",
+    "broadcast": "broadcast broadcast_coalesced",
+    "reduce": "reduce", "gather": "gather", "scatter": "scatter", "send": "send",
+    "recv": "recv recv_any_source", "barrier": "barrier monitored_barrier", WAIT: "wait wait_tensor",
+}  # fmt: skip
+KINDS = {name: kind for kind, names in _KINDS.items() for name in names.split()}
+_IN_PLACE = {"all_reduce", "broadcast", "reduce"}
+_PEERS = {"root_rank", "dst", "src", "root"}
+
+
+class Exchange(NamedTuple):
+    """One call of communication.
+
+    Attributes:
+        kind: As `all_reduce`; `wait` for a wait; None where the name is of none.
+        sent: Tensors that this rank puts in.
+        received: Tensors that it gets, given by the caller or made by the call.
+        made: Whether the call makes what it returns.
+        group: Name of the group, where recorded.
+        sequence: Number of the call in its group, where recorded.
+        peer: Root or peer as a rank of the group, where there is one.
+        splits: Rows of the first dimension for each rank: sent, received; empty where equal.
+        asynchronous: Whether the caller waits later.
+    """
+
+    kind: str | None
+    sent: list[RecordedTensor]
+    received: list[RecordedTensor]
+    made: bool = False
+    group: str | None = None
+    sequence: int | None = None
+    peer: int | None = None
+    splits: tuple[list[int], list[int]] = ([], [])
+    asynchronous: bool = True
+
+
+def exchange_of(nodes: Nodes, row: int, schema: OperatorSchema | None, inner: int | None) -> Exchange:
+    """What a node of communication does.
+
+    Args:
+        nodes: The nodes.
+        row: The node.
+        schema: Its schema; None for `record_param_comms`.
+        inner: The `record_param_comms` within, which names the group.
+    """
+    about = _recorded(nodes, inner if schema is not None else row)
+    if schema is None:
+        kind = KINDS.get(about.get("name", "").lower())
+        received = nodes.returned[row] or (nodes.read[row] if kind in _IN_PLACE | {"recv"} else [])
+        sent = [] if kind == "recv" else nodes.read[row]
+        return Exchange(
+            kind, sent, received, False, about.get("group"), about.get("sequence"), about.get("peer"),
+            about.get("splits", ([], [])),
+        )  # fmt: skip
+    kind = KINDS.get(schema.name.strip("_"))
+    values, kinds = nodes.inputs[row], kinds_of(nodes.host.ops["input_types"][row])
+    sides: tuple[list[RecordedTensor], list[RecordedTensor]] = ([], [])
+    peer, asynchronous = None, True
+    splits: tuple[list[int], list[int]] = ([], [])
+    tensors = iter(nodes.read[row])
+    for value, value_kind, argument in zip(values, kinds, schema.arguments, strict=False):
+        count = count_of(value_kind)
+        if count:
+            part = [next(tensors) for _ in range(count)]
+            sides[argument.name.startswith(("output", "out")) or kind == "recv"].extend(part)
+        elif argument.name in _PEERS:
+            peer = _rank(value)
+        elif argument.name in {"async_op", "asyncOp"}:
+            asynchronous = value is not False
+        elif argument.name in {"input_split_sizes", "output_split_sizes"} and isinstance(value, list):
+            splits[argument.name == "output_split_sizes"].extend(_rows(value))
+    sent, received = sides
+    functional = schema.namespace != "c10d"
+    if functional and not received:
+        received = nodes.returned[row]
+    elif kind in _IN_PLACE:
+        received = sent
+    named = (value for value, of in zip(values, schema.arguments, strict=False) if of.name == "group_name")
+    group = about.get("group") or next((value for value in named if isinstance(value, str)), None)
+    return Exchange(
+        kind, sent, received, functional and not schema.mutates, group, about.get("sequence"),
+        peer if peer is not None else about.get("peer"), splits if any(splits) else about.get("splits", ([], [])),
+        asynchronous and kind != "barrier",
+    )  # fmt: skip
+
+
+def _rank(value: Any) -> int | None:
+    """A rank of a group, if it is one."""
+    number = whole(value)
+    return number if number is not None and 0 <= number < 2**31 else None
+
+
+def _rows(values: list[Any]) -> list[int]:
+    """Splits, if all of them are numbers of rows."""
+    rows = [whole(value) for value in values]
+    return [row for row in rows if row is not None] if None not in rows else []
+
+
+def _recorded(nodes: Nodes, row: int | None) -> dict[str, Any]:
+    """What `record_param_comms` says: [tensors], sequence, group, rank, name, splits sent, splits received, ..."""
+    if row is None:
+        return {}
+    values, kinds = nodes.inputs[row], kinds_of(nodes.host.ops["input_types"][row])
+    rest = [value for value, kind in zip(values, kinds, strict=False) if not count_of(kind)]
+    if rest and isinstance(rest[0], list) and not any(isinstance(value, str) for value in rest[:1]) and not rest[0]:
+        rest = rest[1:]  # a list of no tensors
+    out: dict[str, Any] = {}
+    at = next((i for i, value in enumerate(rest) if isinstance(value, str)), None)
+    if at is None or at < 3:
+        return out
+    sequence, group, rank = rest[at - 3 : at]
+    out["name"] = rest[at]
+    out["sequence"] = whole(sequence[0] if isinstance(sequence, list) and sequence else sequence)
+    out["group"] = str(nodes.attributes[row].pg_name or "") or (
+        group[0] if isinstance(group, list) and group else str(group)
+    )
+    if rest[at].lower() in {"broadcast", "reduce", "gather", "scatter", "send", "recv"} and _rank(rank) is not None:
+        out["peer"] = rank
+    lists = [value for value in rest[at + 1 : at + 3] if isinstance(value, list)]
+    if len(lists) == 2:
+        out["splits"] = (_rows(lists[0]), _rows(lists[1]))
+    return out
+
+
+def groups_of(nodes: Nodes, capture: dict[str, Any] | None, world_size: int, rank: int) -> list[dict[str, Any]]:
+    """Process groups with their ranks: of the capture, else of the host trace, else all ranks as one."""
+    listed = (capture or {}).get("groups")
+    rows = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
+    out = {
+        str(entry.get("name")): {
+            "name": str(entry.get("name")), "description": entry.get("description"), "backend": entry.get("backend"),
+            "ranks": [int(member) for member in entry.get("ranks") or range(world_size)],
+        }
+        for entry in rows
+    }  # fmt: skip
+    for name, description, members in nodes.host.groups.select("group", "description", "ranks").iter_rows():
+        ranks = list(members) if members is not None and len(members) else list(range(world_size))
+        out.setdefault(str(name), {"name": str(name), "description": description, "backend": None, "ranks": ranks})
+    if not out:
+        everyone = {"name": "0", "description": "all ranks, since none is recorded", "backend": None}
+        out["0"] = everyone | {"ranks": list(range(max(world_size, rank + 1)))}
+    return list(out.values())
+
+
+def called_groups(capture: dict[str, Any] | None) -> dict[tuple[str, int], list[str]]:
+    """Groups of the collectives that a capture wrote down, in their order, by kind and bytes put in."""
+    calls = (capture or {}).get("collectives")
+    out: dict[tuple[str, int], list[str]] = {}
+    if not isinstance(calls, dict):
+        return out
+    try:
+        for group, kind, size in zip(calls["group"], calls["kind"], calls["bytes_in"], strict=False):
+            out.setdefault((str(calls["kinds"][kind]), int(size)), []).append(str(calls["groups"][group]))
+    except (KeyError, IndexError, TypeError, ValueError):  # a part that was changed by hand says nothing
+        return {}
+    return out
+
+
+def tensors_bytes(tensors: list[RecordedTensor]) -> int:
+    """Bytes of tensors."""
+    return sum(tensor.elements * tensor.item_bytes for tensor in tensors)

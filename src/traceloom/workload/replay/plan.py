@@ -1,0 +1,477 @@
+"""The plan: frames, check, save, load.
+
+A plan is registers and calls. A *storage* here is one version of a recorded storage: from the op that makes it to its
+last use, because the recorded numbers are used again. A *tensor* is a geometry (offset, shape, strides, type) on a
+storage: two recorded tensors of one geometry are the same register. A *call* is a schema with its arguments, in which
+tensors are numbered; the many ops that call the same share it.
+
+Arguments are JSON, one value for each argument of the schema in its order: numbers, booleans, null, strings and lists
+stand for themselves, and an object for the rest:
+
+| object | is |
+|---|---|
+| `{"tensor": k}` | the k-th of the op's inputs |
+| `{"storage": k}` | the storage of the k-th of the op's inputs (`aten::set_`) |
+| `{"dtype": "float32"}`, `{"layout": "strided"}`, `{"memory_format": "channels_last"}` | an enum, as the schema says |
+| `{"device": "cuda:0"}` | a device, as it was recorded |
+| `{"float": "inf"}` | inf, -inf or nan |
+| `{"complex": [re, im]}` | a complex number |
+| `{"generator": null}` | the default generator |
+| `{"object": "text"}` | what was recorded of a thing that no file can hold |
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+import numpy as np
+import polars as pl
+
+from traceloom.errors import broken
+from traceloom.system import files
+from traceloom.trace.frames import Result, schema
+from traceloom.trace.notice import Notice
+from traceloom.trace.storage import ArchiveFormat
+
+ENDING = ".plan"
+RUN, VIEW, COLLECTIVE, WAIT, STAND_IN = ACTIONS = ("run", "view", "collective", "wait", "stand-in")
+CONTENTS = ("floats", "weights", "positive", "probability", "integers", "offsets", "lengths", "zeros", "data")
+EVIDENCE = ("data", "range", "consumer", "guess")
+NO_SOURCES, NOT_TRUSTED = "no-sources", "not-trusted"  # why a stand-in takes the place of a compiled kernel
+SOURCE_NAME = re.compile(r"\w[\w-]*\.py")  # a file of a directory, never one elsewhere
+GUESSED_STRIDES = "guessed-strides"  # a notice: the host trace has none, so that tensors are taken to be contiguous
+_Rows = pl.List(pl.UInt32)
+_Whole = pl.List(pl.Int64)
+
+# fmt: off
+PLAN_SCHEMAS: dict[str, pl.Schema] = {
+    # One row per instruction, in order of execution. `node` is the id in the host trace, null for `view`: a geometry
+    # that no op makes, of a tensor that lives (its only input). `inputs` are rows of `tensors` in the order of their
+    # numbers in the call; `outputs` those of the returned tensors, flattened, null where nothing uses them. The
+    # durations are those of the timed steps, empty where unknown; the gap is what the thread did before, since the end
+    # of its previous op. `gpu_ns` is the time of the GPU work that it launched, null where there is none. `reason`
+    # says why a stand-in takes the place of an op.
+    "ops": schema(
+        "rank op node name action call collective inputs outputs thread stream step scope phase durations_ns gap_ns",
+        "gpu_ns reason",
+        {
+            "op": pl.UInt32, "node": pl.Int64, "action": pl.Enum(ACTIONS), "call": pl.UInt32, "collective": pl.UInt32,
+            "inputs": _Rows, "outputs": _Rows, "thread": pl.Int32, "scope": pl.String, "durations_ns": _Whole,
+            "phase": pl.String,
+        },
+    ),
+    # `flags` says what of the arguments is not what ran: `cut-list`, `rounded-number`, `unknown-object`.
+    "calls": schema(
+        "rank call schema arguments flags",
+        {"call": pl.UInt32, "arguments": pl.String, "flags": pl.List(pl.String)},
+    ),
+    # Calls of kernels that a compiled graph launched; `schema` of such a call is no schema. Their ops are stand-ins
+    # until somebody trusts the source. `sha256` and `source` are null where that was not captured; `grid` is as
+    # recorded, null since PyTorch 2.6.
+    "kernels": schema(
+        "rank call name file sha256 source grid",
+        dict.fromkeys(("file", "sha256", "source", "grid"), pl.String) | {"call": pl.UInt32},
+    ),
+    # Offset and strides in elements.
+    "tensors": schema(
+        "rank tensor storage offset shape strides dtype",
+        {"tensor": pl.UInt32, "storage": pl.UInt32, "shape": _Whole, "strides": _Whole},
+    ),
+    # `recorded` is the number in the host trace. An external one gets its content before the run and is kept over
+    # iterations; the others are made by `first_op` and die after `last_op`. `content` is what an external one must
+    # hold, integers from `low` to `high`, and `evidence` how that is known.
+    "storages": schema(
+        "rank storage recorded bytes device external first_op last_op content low high evidence",
+        {
+            "storage": pl.UInt32, "recorded": pl.Int64, "device": pl.String, "external": pl.Boolean,
+            "first_op": pl.UInt32, "last_op": pl.UInt32, "content": pl.Enum(CONTENTS), "low": pl.Int64,
+            "high": pl.Int64, "evidence": pl.Enum(EVIDENCE),
+        },
+    ),
+    # What integer tensors on external storages held, where it was dumped: rows one behind the other, in bytes of the
+    # tensor's type, the least significant first. The rest of the storage holds integers from `low` to `high`.
+    "data": schema("rank tensor values", {"tensor": pl.UInt32, "values": pl.Binary}),
+    # `peer` is the root or the peer, a rank of the job. Splits are in rows of the first dimension, empty where equal.
+    "collectives": schema(
+        "rank collective op kind group sequence peer splits_in splits_out bytes asynchronous",
+        {"collective": pl.UInt32, "op": pl.UInt32, "splits_in": _Whole, "splits_out": _Whole},
+    ),
+    # Ops that are not run at all, and why.
+    "left_out": schema("rank node name reason text duration_ns", {"node": pl.Int64, "text": pl.String}),
+    # The timed steps: how long each took, and the processor time of the process in it.
+    "steps": schema("rank step duration_ns cpu_ns"),
+    # Compiled graphs, whose kernels for the CPU no host trace has: how many in a step, and their time outside of ops.
+    "holes": schema("rank name count duration_ns"),
+    "groups": schema("name description backend ranks", {"ranks": pl.List(pl.Int32)}),
+}
+# fmt: on
+_OF_A_RANK = tuple(name for name, columns in PLAN_SCHEMAS.items() if "rank" in columns)
+_FORMAT = ArchiveFormat(
+    "plan",
+    another_slug="not-a-plan",
+    damaged_slug="plan-damaged",
+    version=2,
+    schemas=PLAN_SCHEMAS,
+    never_null={
+        "ops": ("rank", "op", "name", "action", "inputs", "outputs", "thread", "scope", "durations_ns"),
+        "calls": ("rank", "call", "schema", "arguments", "flags"),
+        "tensors": tuple(PLAN_SCHEMAS["tensors"]),
+        "storages": ("rank", "storage", "bytes", "device", "external", "first_op", "last_op"),
+        "data": tuple(PLAN_SCHEMAS["data"]),
+        "kernels": ("rank", "call", "name"),
+        "collectives": ("rank", "collective", "op", "kind", "group", "splits_in", "splits_out", "asynchronous"),
+        "left_out": ("rank", "node", "name", "reason", "text"),
+        "steps": ("rank", "step", "duration_ns"),
+        "holes": tuple(PLAN_SCHEMAS["holes"]),
+        "groups": ("name", "ranks"),
+    },
+    hint="make it again with `traceloom replay INPUT --plan-only -o run.plan`",
+)
+is_plan = _FORMAT.holds
+
+
+def empty_frame(name: str) -> pl.DataFrame:
+    """A frame of a plan without rows."""
+    return pl.DataFrame(schema=PLAN_SCHEMAS[name])
+
+
+def frame(name: str, columns: Mapping[str, Any]) -> pl.DataFrame:
+    """A frame of a plan from columns of Python values; lists go as JSON, which Polars reads faster than Python's."""
+    made = {}
+    for column, kind in PLAN_SCHEMAS[name].items():
+        values = columns[column]
+        if isinstance(kind, pl.List):
+            rows = pl.Series(column, [msgspec.json.encode(values).decode()]).str.json_decode(pl.List(kind)).explode()
+            made[column] = rows.head(len(values))  # of no rows `explode` makes an empty one
+        else:
+            made[column] = pl.Series(column, values, dtype=kind)
+    return pl.DataFrame(made)
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What one rank runs; the frames as `PLAN_SCHEMAS`, all rows of this rank, `op`, `call`, `tensor`, ... row numbers.
+
+    Attributes:
+        rank: The rank of the job.
+        ops: Instructions in order of execution.
+        calls: Distinct calls.
+        tensors: Registers.
+        storages: Versions of storages.
+        data: What integer tensors held, where that is recorded.
+        kernels: Calls of compiled kernels.
+        collectives: What is exchanged with other ranks.
+        left_out: Ops that are not run.
+        steps: The timed steps; empty where the recording has none, or a part of a step is run.
+        holes: Time of a step in compiled code that is not run.
+    """
+
+    rank: int
+    ops: pl.DataFrame
+    calls: pl.DataFrame = field(default_factory=lambda: empty_frame("calls"))
+    tensors: pl.DataFrame = field(default_factory=lambda: empty_frame("tensors"))
+    storages: pl.DataFrame = field(default_factory=lambda: empty_frame("storages"))
+    data: pl.DataFrame = field(default_factory=lambda: empty_frame("data"))
+    kernels: pl.DataFrame = field(default_factory=lambda: empty_frame("kernels"))
+    collectives: pl.DataFrame = field(default_factory=lambda: empty_frame("collectives"))
+    left_out: pl.DataFrame = field(default_factory=lambda: empty_frame("left_out"))
+    steps: pl.DataFrame = field(default_factory=lambda: empty_frame("steps"))
+    holes: pl.DataFrame = field(default_factory=lambda: empty_frame("holes"))
+
+    def check(self) -> None:
+        """Raise InvariantError where the plan of a rank cannot be run as it stands.
+
+        Numbers are row numbers; references point to rows; an op has a call, or is a view, a collective or a wait; a
+        tensor lies within its storage; a storage that no op makes is external; a tensor is made before it is used, and
+        nothing uses a storage outside its life.
+        """
+        for name, number in (
+            ("ops", "op"), ("calls", "call"), ("tensors", "tensor"), ("storages", "storage"),
+            ("collectives", "collective"),
+        ):  # fmt: skip
+            frame = getattr(self, name)
+            if not np.array_equal(frame[number].to_numpy(), np.arange(frame.height)):
+                raise broken("plan", f"the numbers of `{name}` are not 0, 1, 2, ...")
+        for name, column, of in (
+            ("ops", "inputs", "tensors"), ("ops", "outputs", "tensors"), ("ops", "call", "calls"),
+            ("ops", "collective", "collectives"), ("tensors", "storage", "storages"), ("collectives", "op", "ops"),
+            ("data", "tensor", "tensors"), ("kernels", "call", "calls"),
+            ("storages", "last_op", "ops"), ("storages", "first_op", "ops"),
+        ):  # fmt: skip
+            values = getattr(self, name)[column]
+            highest = (values.explode() if isinstance(values.dtype, pl.List) else values).max()
+            if highest is not None and int(highest) >= getattr(self, of).height:
+                raise broken("plan", f"`{column}` of `{name}` has no row in `{of}`")
+        has_call = self.ops["action"].is_in([RUN, STAND_IN])
+        if (self.ops["call"].is_null() & (self.ops["action"] == RUN)).any() or (
+            self.ops["call"].is_not_null() & ~has_call
+        ).any():
+            raise broken("plan", "calls are of ops that run, and of these alone")
+        for text, sha256, file in {*self.kernels.select("source", "sha256", "file").rows()}:
+            named = SOURCE_NAME.fullmatch(file or "") is not None
+            if text is not None and not (named and hashlib.sha256(text.encode()).hexdigest() == sha256):
+                raise broken("plan", f"the source of a kernel, {file!r}, is not the one that was captured")
+        self._check_tensors()
+        self._check_order()
+
+    def _check_tensors(self) -> None:
+        last = (pl.col("shape") - 1) * pl.col("strides")
+        ends = self.tensors.select(
+            "storage",
+            pl.col("dtype").replace_strict(ITEM_BYTES, default=None, return_dtype=pl.Int64).alias("item"),
+            (pl.col("offset") + last.list.sum()).alias("last"),
+            (pl.col("shape").list.min() == 0).fill_null(value=False).alias("empty"),
+            (pl.col("offset") < 0).alias("negative"),
+        ).with_columns(self.storages["bytes"].gather(self.tensors["storage"]))
+        if ends["item"].null_count():
+            raise broken("plan", "a tensor is of no type of PyTorch's")
+        outside = ~ends["empty"] & ((ends["last"] + 1) * ends["item"] > ends["bytes"]) | ends["negative"]
+        if outside.any():
+            raise broken("plan", f"{outside.sum()} tensors do not lie within their storages")
+        for tensor, values in self.data.select("tensor", "values").iter_rows():
+            storage, shape, dtype = self.tensors.select("storage", "shape", "dtype").row(tensor)
+            fits = len(values) == prod(shape) * ITEM_BYTES[dtype] and self.storages["external"][storage]
+            if not fits or not dtype.startswith(("int", "uint")):
+                raise broken("plan", "data are of integer tensors from outside, and as long as these")
+
+    def _check_order(self) -> None:
+        op, tensor, made, storage = (column.to_numpy() for column in self.uses())
+        first, last, external = (self.storages[name].to_numpy() for name in ("first_op", "last_op", "external"))
+        if ((op < first[storage]) | (op > last[storage])).any():
+            raise broken("plan", "a storage is used outside its life")
+        begins = np.full(self.tensors.height, self.ops.height, dtype=op.dtype)
+        np.minimum.at(begins, tensor[made], op[made])
+        read = ~made & ~external[storage]
+        if (begins[tensor[read]] >= op[read]).any():
+            raise broken("plan", "a tensor is used that nothing has made")
+
+    def with_lives(self) -> RankPlan:
+        """The same, each storage living from the first op that uses it to the last; what nothing uses lives nowhere."""
+        op, _, _, storage = (column.to_numpy() for column in self.uses())
+        count, end = self.storages.height, self.ops.height
+        first, last = np.full(count, end, dtype=op.dtype), np.zeros(count, dtype=op.dtype)
+        np.minimum.at(first, storage, op)
+        np.maximum.at(last, storage, op)
+        first[first == end] = 0
+        lives = pl.DataFrame({"first_op": first, "last_op": last})
+        return replace(self, storages=self.storages.with_columns(lives.get_columns()))
+
+    @property
+    def has_accelerator(self) -> bool:
+        """Whether some of its tensors were on another device than the host's processors."""
+        return not self.storages["device"].is_in(["cpu", "meta"]).all()
+
+    def peak_bytes(self, storages: pl.DataFrame | None = None) -> int:
+        """Most bytes of storages that live at the same time; without what ops allocate within themselves.
+
+        Args:
+            storages: Rows of `storages`; None: all.
+        """
+        storages = self.storages if storages is None else storages
+        made = storages.filter(~pl.col("external"))
+        changes = np.zeros(self.ops.height + 1, dtype=np.int64)
+        np.add.at(changes, made["first_op"].to_numpy(), made["bytes"].to_numpy())
+        np.subtract.at(changes, made["last_op"].to_numpy() + 1, made["bytes"].to_numpy())
+        return int(storages.filter("external")["bytes"].sum()) + int(changes.cumsum().max())
+
+    def uses(self) -> pl.DataFrame:
+        """One row per tensor that an op takes or gives: op, tensor, storage, made (it is an output)."""
+        parts = [
+            self.ops.select("op", pl.col(side).alias("tensor"), pl.lit(value=side == "outputs").alias("made"))
+            .explode("tensor")
+            .drop_nulls("tensor")
+            for side in ("inputs", "outputs")
+        ]
+        whole = pl.concat(parts)
+        return whole.with_columns(self.tensors["storage"].gather(whole["tensor"]))
+
+
+@dataclass(frozen=True)
+class ReplayPlan:
+    """What the ranks of a job run.
+
+    Attributes:
+        ranks: By rank, ascending.
+        groups: Process groups: columns as `PLAN_SCHEMAS["groups"]`.
+        source: What it was made of, as the user gave it.
+        torch: Version of PyTorch that ran the workload, where known.
+        threads: Threads that an op could use, where known.
+        level: `outermost` or `leaf`.
+        only: `compute` or `communication`; None for both.
+        world_size: Ranks of the job.
+        notices: What must be known about it.
+    """
+
+    ranks: dict[int, RankPlan]
+    groups: pl.DataFrame = field(default_factory=lambda: empty_frame("groups"))
+    source: str = ""
+    torch: str | None = None
+    threads: int | None = None
+    level: str = "outermost"
+    only: str | None = None
+    world_size: int = 1
+    notices: tuple[Notice, ...] = ()
+
+    def __iter__(self) -> Iterator[RankPlan]:
+        return iter(self.ranks.values())
+
+    def check(self) -> None:
+        """Raise InvariantError where one of its ranks cannot be run; see `RankPlan.check`."""
+        for rank_plan in self:
+            rank_plan.check()
+        names = set(self.groups["name"])
+        if strange := {name for plan in self for name in plan.collectives["group"]} - names:
+            raise broken("plan", f"no group is named {min(strange)!r}")
+
+    def save(self, path: str | Path, *, force: bool = False) -> int:
+        """Write the plan as one file; returns its size in bytes. See `traceloom.trace.storage`.
+
+        Raises:
+            OutputError: `file-exists`, `cannot-write`.
+        """
+        return files.write(Path(path), self.pack, force=force)
+
+    def pack(self, handle: BinaryIO) -> None:
+        """Write the plan into an open file."""
+        header = {
+            "source": self.source,
+            "torch": self.torch,
+            "threads": self.threads,
+            "level": self.level,
+            "only": self.only,
+            "world_size": self.world_size,
+            "ranks": list(self.ranks),
+            "notices": [asdict(notice) for notice in self.notices],
+        }
+        frames = {name: pl.concat([empty_frame(name), *(getattr(plan, name) for plan in self)]) for name in _OF_A_RANK}
+        _FORMAT.pack(header, {**frames, "groups": self.groups}, handle)
+
+    @staticmethod
+    def load(path: str | Path) -> ReplayPlan:
+        """Read a plan that was saved, and check it.
+
+        Raises:
+            InputError: `unreadable`, `not-a-plan`, `plan-damaged`, `other-version`.
+        """
+        return _FORMAT.load(path, _plan)
+
+
+def _plan(header: dict[str, Any], frames: dict[str, pl.DataFrame]) -> ReplayPlan:
+    about = msgspec.convert(header, _Header)
+    ranks = {
+        rank: RankPlan(rank, **{name: frames[name].filter(pl.col("rank") == rank) for name in _OF_A_RANK})
+        for rank in sorted(about.ranks)
+    }
+    if sum(plan.ops.height for plan in ranks.values()) != frames["ops"].height:
+        raise ValueError("it has ops of ranks that its header does not name")
+    plan = ReplayPlan(
+        ranks, frames["groups"], about.source, about.torch, about.threads, about.level, about.only, about.world_size,
+        about.notices,
+    )  # fmt: skip
+    plan.check()
+    return plan
+
+
+class _Header(msgspec.Struct):
+    source: str
+    torch: str | None
+    threads: int | None
+    level: str
+    only: str | None
+    world_size: int
+    ranks: list[int]
+    notices: tuple[Notice, ...]
+
+
+# Bytes of one element of each type that PyTorch has, by its name there.
+ITEM_BYTES = {
+    "bool": 1, "uint8": 1, "int8": 1, "uint16": 2, "int16": 2, "uint32": 4, "int32": 4, "uint64": 8, "int64": 8,
+    "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex32": 4, "complex64": 8, "complex128": 16,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
+    "float4_e2m1fn_x2": 1, "qint8": 1, "quint8": 1, "qint32": 4,
+}  # fmt: skip
+
+_TEXT = {"op": pl.UInt32, "node": pl.Int64, "text": pl.String}
+# `cpu_ns`: of the calling thread alone where ops run on one thread, else of the whole process.
+OPS = schema(
+    "op durations_ns cpu_ns gpu_ns", {"op": pl.UInt32, "durations_ns": pl.List(pl.Int64), "cpu_ns": pl.List(pl.Int64)}
+)
+FAILURES = schema("op node name text", _TEXT)
+REPLACED = schema("op node name text", _TEXT)
+STAND_INS = schema("op node name reason text", _TEXT)
+_FRAMES = {"ops": OPS, "failures": FAILURES, "replaced": REPLACED, "stand_ins": STAND_INS}
+
+
+@dataclass(frozen=True)
+class RankReplayed(Result):
+    """What one rank did.
+
+    Attributes:
+        rank: The rank of the recorded job.
+        iteration_ns: Time of each pass over the whole plan, nothing within it timed.
+        iteration_cpu_ns: What the process computed meanwhile.
+        ops: op (row of the plan's `ops`); durations_ns and cpu_ns of it in passes with a timer around each op; gpu_ns,
+            the time of the GPU work that it launched, the median over passes that were profiled, null where none was.
+        failures: Ops that raised: op, node, name, text. Their outputs were replaced.
+        replaced: Ops that gave another shape than recorded, which depends on data: the same columns.
+        stand_ins: Ops that were not run as they are: op, node, name, reason, text.
+        peak_bytes: Most bytes of tensors alive at once; on an accelerator as its allocator says.
+        resident_bytes: Most memory of the process, libraries and all.
+        notices: What must be known about the run.
+    """
+
+    rank: int
+    iteration_ns: tuple[int, ...]
+    iteration_cpu_ns: tuple[int, ...]
+    ops: pl.DataFrame
+    peak_bytes: int
+    resident_bytes: int
+    failures: pl.DataFrame = field(default_factory=FAILURES.to_frame)
+    replaced: pl.DataFrame = field(default_factory=REPLACED.to_frame)
+    stand_ins: pl.DataFrame = field(default_factory=STAND_INS.to_frame)
+    notices: tuple[Notice, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """As every result; its frames by columns, which is shorter: `from_dict` reads it."""
+        columns = {name: getattr(self, name).to_dict(as_series=False) for name in _FRAMES}
+        return {**super().to_dict(), **columns, "notices": [asdict(notice) for notice in self.notices]}
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> RankReplayed:
+        """What `to_dict` gave, after a way through a file."""
+        frames = {name: pl.DataFrame(values[name], schema=columns) for name, columns in _FRAMES.items()}
+        rest = {field.name: values[field.name] for field in fields(RankReplayed) if field.name not in _FRAMES}
+        rest |= {name: tuple(rest[name]) for name in ("iteration_ns", "iteration_cpu_ns")}
+        return RankReplayed(**{**rest, **frames, "notices": tuple(Notice(**notice) for notice in values["notices"])})
+
+
+@dataclass(frozen=True)
+class Replayed(Result):
+    """What a replay of a plan gave.
+
+    Attributes:
+        plan_source: What the plan was made of.
+        device: Where it ran: `cpu`, `cuda`, ...
+        pace: `fast`, or `recorded`: with the host's gaps.
+        seed: Of the contents.
+        environment: Versions, threads, processors, variables that matter: of the first rank.
+        ranks: By recorded rank, those that ran.
+        missing: Recorded ranks that did not run.
+        notices: What must be known about the run of all.
+    """
+
+    plan_source: str
+    device: str
+    pace: str
+    seed: int
+    environment: dict[str, Any]
+    ranks: dict[int, RankReplayed]
+    missing: tuple[int, ...] = ()
+    notices: tuple[Notice, ...] = ()

@@ -1,0 +1,731 @@
+"""Host traces -> plan; storage versions.
+
+The numbers of a host trace are used again when what they named has died. So a storage here is a version: it begins
+where an op returns a storage that it was not given, or where an op reads one that nothing recorded had made (an
+external one), and ends with its last use.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import compress, islice
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import polars as pl
+from msgspec import Struct, structs
+
+from traceloom.errors import UsageError
+from traceloom.system.process import pause_gc
+from traceloom.system.units import count_of
+from traceloom.trace.array_types import Ints
+from traceloom.trace.arrays import nearest
+from traceloom.trace.notice import Notice
+from traceloom.workload.replay.contents import RecordedIntegers, settle_contents
+from traceloom.workload.replay.inputs import AnyPath, Originals, PlanInput, Resources, open_inputs
+from traceloom.workload.replay.kernels import KernelSource, kernel_arguments, source_of
+from traceloom.workload.replay.nodes import (
+    WAIT,
+    Exchange,
+    Level,
+    Nodes,
+    called_groups,
+    choose,
+    exchange_of,
+    groups_of,
+    tensors_bytes,
+    within,
+)
+from traceloom.workload.replay.plan import (
+    COLLECTIVE,
+    ENDING,
+    GUESSED_STRIDES,
+    NO_SOURCES,
+    NOT_TRUSTED,
+    PLAN_SCHEMAS,
+    RUN,
+    STAND_IN,
+    VIEW,
+    RankPlan,
+    ReplayPlan,
+    frame,
+    is_plan,
+)
+from traceloom.workload.replay.schema import OperatorSchema, UnreadableSchemaError, parse_schema
+from traceloom.workload.replay.values import (
+    CUT,
+    NUMBERS,
+    ROUNDED,
+    UNKNOWN,
+    RecordedTensor,
+    arguments_of,
+    contiguous,
+    encode,
+    kinds_of,
+    observed_numbers,
+    op_kind,
+    unknown_type,
+)
+from traceloom.workload.replay.values import count_of as values_count_of
+
+
+class Storages:
+    """Follows storages through the ops of a rank, in the order in which they are run."""
+
+    def __init__(self) -> None:
+        self._live: dict[int, int] = {}
+        self._registers: dict[tuple[Any, ...], int] = {}
+        self._exists: set[int] = set()
+        self._latest: dict[int, int] = {}
+        self._recorded: list[int] = []
+        self._bytes: list[int] = []
+        self._device: list[str] = []
+        self._external: list[bool] = []
+        self._tensors: list[tuple[int, int, tuple[int, ...], tuple[int, ...], str]] = []
+        self.guessed_strides = 0
+
+    def read(self, tensor: RecordedTensor) -> tuple[int, int | None]:
+        """The register of a tensor that an op is given, a row of `tensors`.
+
+        Beside it another register on the same storage that it must be made of first, where no op made it.
+        """
+        version = self._live.get(tensor.identity)
+        # What nothing recorded made may have taken the number of a storage that died: it is larger, or elsewhere.
+        if version is None or (
+            (not self._external[version] and tensor.end_bytes > self._bytes[version])
+            or self._device[version] != tensor.device
+        ):
+            version = self._begin(tensor, external=True)
+        register = self._register(version, tensor, by_shape=True)
+        source = None
+        if register not in self._exists:
+            source = None if self._external[version] else self._latest[version]
+            self._exists.add(register)
+        self._latest[version] = register
+        return register, source
+
+    def has(self, tensor: RecordedTensor) -> bool:
+        """Whether an op that was run made this very tensor."""
+        version = self._live.get(tensor.identity)
+        if version is None:
+            return False
+        geometry = tensor.geometry
+        last = tensor.number if geometry.strides is None else None
+        return self._registers.get((version, tensor.offset, geometry, last)) in self._exists
+
+    def make(self, tensors: list[RecordedTensor], read: Iterable[RecordedTensor]) -> list[int]:
+        """The registers of the tensors that an op returns, of those that it was given.
+
+        What is on a storage that the op was given is a view of it, or was written in place; what is not begins a new
+        version.
+        """
+        numbers = {tensor.identity for tensor in read}
+        registers = []
+        for tensor in tensors:
+            identity = tensor.identity
+            version = self._live.get(identity)
+            if identity not in numbers or version is None:
+                version = self._begin(tensor, external=False)
+                numbers.add(identity)
+            register = self._register(version, tensor, by_shape=False)
+            self._exists.add(register)
+            self._latest[version] = register
+            registers.append(register)
+        return registers
+
+    def forget(self, tensors: Iterable[RecordedTensor]) -> None:
+        """What an op that is not run returned: whoever reads it gets an external one."""
+        for tensor in tensors:
+            self._live.pop(tensor.identity, None)
+
+    def frames(self, rank: int) -> tuple[pl.DataFrame, pl.DataFrame]:
+        """The frames `tensors` and `storages` of the plan; lives and what external ones hold are not settled."""
+        versions, offsets, shapes, strides, dtypes = zip(*self._tensors, strict=True) if self._tensors else ((),) * 5
+        tensors = frame(
+            "tensors",
+            {
+                "rank": [rank] * len(versions), "tensor": range(len(versions)), "storage": versions,
+                "offset": offsets, "shape": shapes, "strides": strides, "dtype": dtypes,
+            },
+        )  # fmt: skip
+        count = len(self._recorded)
+        nothing = [None] * count
+        storages = frame(
+            "storages",
+            {
+                "rank": [rank] * count, "storage": range(count), "recorded": self._recorded, "bytes": self._bytes,
+                "device": self._device, "external": self._external, "first_op": [0] * count, "last_op": [0] * count,
+                "content": nothing, "low": nothing, "high": nothing, "evidence": nothing,
+            },
+        )  # fmt: skip
+        return tensors, storages
+
+    def _begin(self, tensor: RecordedTensor, *, external: bool) -> int:
+        self._live[tensor.identity] = version = len(self._recorded)
+        self._recorded.append(tensor.storage)
+        self._bytes.append(0)
+        self._device.append(tensor.device)
+        self._external.append(external)
+        return version
+
+    def _register(self, version: int, tensor: RecordedTensor, *, by_shape: bool) -> int:
+        """The register of a geometry.
+
+        Without strides a transposed square matrix is told from itself by the number of the tensor; but autograd gives
+        what it kept another number, so who reads takes the first of that shape.
+        """
+        self._bytes[version] = max(self._bytes[version], tensor.end_bytes)
+        geometry, offset = tensor.geometry, tensor.offset
+        key = (version, offset, geometry, tensor.number if geometry.strides is None else None)
+        register = self._registers.get(key)
+        if register is not None:
+            return register
+        shape, strides, dtype, _ = structs.astuple(geometry)
+        of_shape = (version, offset, shape, dtype)
+        if strides is None and by_shape:
+            register = self._registers.get(of_shape)
+        if register is None:
+            register = self._registers[key] = len(self._tensors)
+            self._registers.setdefault(of_shape, register)
+            self.guessed_strides += strides is None and len(shape) > 1
+            self._tensors.append((version, offset, shape, contiguous(shape) if strides is None else strides, dtype))
+        return register
+
+
+_STORAGE = attrgetter("storage")
+# What stands for a number that a program wrote, by its type: it changes nothing.
+_OF_NUMBERS: dict[str, float] = {"float64": 1.0, "int64": 1, "bool": True}
+
+Say = Callable[[str], None]
+
+
+class Choice(Struct, frozen=True):
+    """What of a workload is run.
+
+    Attributes:
+        level: `outermost`: the ops that the program called; `leaf`: those that call no others.
+        steps: Numbers of the steps; None for all.
+        scope: Name of a user's scope or module; None for all.
+        only: `compute` or `communication`; None for both.
+        ranks: The ranks; None for all.
+    """
+
+    level: Level = "outermost"
+    steps: tuple[int, ...] | None = None
+    scope: str | None = None
+    only: Literal["compute", "communication"] | None = None
+    ranks: tuple[int, ...] | None = None
+
+
+def make_plan(
+    *paths: AnyPath, choice: Choice | None = None, cache: bool = True, progress: Say | None = None
+) -> ReplayPlan:
+    """Plan a replay; a plan that was saved is read.
+
+    Args:
+        paths: A capture; host traces of any ranks, with or without device traces; a `.graph`; a `.plan`.
+        choice: What of it is run.
+        cache: Look into the cache of read traces, and fill it.
+        progress: Told in words what is being done.
+
+    Raises:
+        UsageError: `no-inputs`, `several-runs`, `wrong-usage`, `no-such-step`, `no-such-scope`, `no-such-rank`.
+        InputError: `no-host-trace`: nothing given says which ops ran with what; or the refusal of a file.
+    """
+    choice = choice or Choice()
+    say = progress or (lambda _: None)
+    if not paths:
+        raise UsageError("expected at least one file or directory, got none", slug="no-inputs")
+    if len(paths) == 1 and Path(paths[0]).is_file() and (str(paths[0]).endswith(ENDING) or is_plan(Path(paths[0]))):
+        return _planned(os.fspath(paths[0]), choice)
+    name, inputs, notices = open_inputs(paths, cache=cache)
+    if choice.ranks is not None:
+        have = {entry.rank for entry in inputs}
+        if absent := sorted(set(choice.ranks) - have):
+            shown = ", ".join(map(str, sorted(have)[:8]))
+            raise UsageError(f"rank {absent[0]} has no host trace; there are those of {shown}", slug="no-such-rank")
+        inputs = [entry for entry in inputs if entry.rank in choice.ranks]
+    worlds = [int((entry.capture or {}).get("world_size") or 1) for entry in inputs]
+    world = max(*worlds, *(entry.rank + 1 for entry in inputs))
+    ranks: dict[int, RankPlan] = {}
+    groups: dict[str, dict[str, Any]] = {}
+    for entry in inputs:
+        say(f"planning rank {entry.rank}")
+        with pause_gc():
+            nodes = Nodes.of(entry.host)
+            for group in groups_of(nodes, entry.capture, world, entry.rank):
+                groups.setdefault(group["name"], group)
+            maker = _RankPlanner(entry, nodes, choice, groups)
+            ranks[entry.rank] = maker.plan()
+        notices += maker.notices()
+    if choice.steps is not None and not any(plan.ops.height for plan in ranks.values()):
+        raise UsageError(f"no op is in step {choice.steps[0]}", slug="no-such-step")
+    if choice.scope is not None and not any(plan.ops.height for plan in ranks.values()):
+        raise UsageError(f"no op is in a scope `{choice.scope}`", slug="no-such-scope")
+    about = next((entry.capture for entry in inputs if entry.capture), None) or {}
+    versions = about.get("versions")
+    members = max((len(group["ranks"]) for group in groups.values()), default=1)
+    return ReplayPlan(
+        dict(sorted(ranks.items())),
+        pl.DataFrame(list(groups.values()), schema=PLAN_SCHEMAS["groups"]),
+        source=name,
+        torch=versions.get("torch") if isinstance(versions, dict) else None,
+        threads=about.get("torch_threads"),
+        level=choice.level,
+        only=choice.only,
+        world_size=max(world, members),
+        notices=tuple(notices),
+    )
+
+
+@dataclass
+class _RankPlanner:
+    """Goes through the chosen nodes of one rank, in their order."""
+
+    entry: PlanInput
+    nodes: Nodes
+    choice: Choice
+    groups: dict[str, dict[str, Any]]
+    storages: Storages = field(default_factory=Storages)
+    ops: list[tuple[Any, ...]] = field(default_factory=list)
+    calls: dict[tuple[str, bytes], int] = field(default_factory=dict)
+    call_flags: list[list[str]] = field(default_factory=list)
+    collectives: list[dict[str, Any]] = field(default_factory=list)
+    left_out: list[dict[str, Any]] = field(default_factory=list)
+    kernels: dict[int, tuple[str | None, ...]] = field(default_factory=dict)
+    sources: dict[str, KernelSource | None] = field(default_factory=dict)
+    # collectives that nobody has waited for, by the storages that they write
+    _pending: dict[int, int] = field(default_factory=dict)
+    _waited: set[int] = field(default_factory=set)
+    _by_sequence: dict[tuple[str | None, int], int] = field(default_factory=dict)
+    _guessed_groups: int = 0
+    # arguments of calls and what of them is not what ran, by what makes them
+    _arguments: dict[tuple[Any, ...], tuple[bytes, list[str]]] = field(default_factory=dict)
+    _called: dict[tuple[str, int], list[str]] | None = None
+    _turns: Counter[tuple[str, int]] = field(default_factory=Counter)
+    # what integer tensors held, by node and number among the op's inputs; how many dumps are not what they should be
+    _seen: dict[int, dict[int, RecordedIntegers]] = field(default_factory=dict)
+    _unfit_dumps: int = 0
+
+    def plan(self) -> RankPlan:
+        """The plan of the rank, checked."""
+        nodes, choice = self.nodes, self.choice
+        rows = within(nodes, choose(nodes, choice.level), steps=choice.steps, scope=choice.scope)
+        ids = nodes.host.ops["id"].to_numpy()
+        self.originals = self.entry.originals(ids[rows])
+        self.names = nodes.host.ops["name"].to_list()
+        self.schemas = nodes.host.ops["schema"].to_list()
+        self.types = nodes.host.ops["input_types"].to_list()
+        self.output_types = nodes.host.ops["output_types"].to_list()
+        self.ids = ids.tolist()
+        self.resources = Resources(nodes.host.path)
+        self.ranges = nodes.ranges
+        self.integers = self.integers_of(rows) if self.ranges or self.resources.dumps else {}
+        inner = _named_within(nodes)
+        for row in rows.tolist():
+            if nodes.exchanges[row]:
+                if choice.only != "compute":
+                    self.add_exchange(row, inner.get(row))
+                else:
+                    self.storages.forget(nodes.returned[row])
+            elif choice.only != "communication":
+                (self.add_kernel if nodes.kernels[row] else self.add_op)(row)
+        for collective in list(dict.fromkeys(self._pending.values())):
+            self.wait(collective)
+        return self.assembled()
+
+    def notices(self) -> list[Notice]:
+        """What of the rank must be known."""
+        out = []
+        flags = Counter(flag for flags in self.call_flags for flag in set(flags))
+        zeros, cut, objects = (count_of(flags[flag], "call") for flag in (ROUNDED, CUT, UNKNOWN))
+        if flags[ROUNDED]:
+            text = f"{zeros} with an argument 0.0 that may have been smaller than 5e-7: PyTorch writes six digits"
+            out.append(Notice("rounded-numbers", "info", text, flags[ROUNDED]))
+        if flags[CUT]:
+            text = f"{cut} with a list that PyTorch cut at 4,096 entries"
+            out.append(Notice("cut-lists", "warning", text, flags[CUT]))
+        if flags[UNKNOWN]:
+            text = f"{objects} with an argument that no file can hold"
+            out.append(Notice("unknown-objects", "info", text, flags[UNKNOWN]))
+        if self.kernels:
+            kept = sum(source is not None for source in self.sources.values())
+            text = f"{count_of(len(self.kernels), 'different call')} of compiled kernels: " + (
+                f"{kept} of {count_of(len(self.sources), 'source')} captured, which run on a GPU with --trust"
+                if kept
+                else "no source was captured, so that stand-ins take their places"
+            )
+            out.append(Notice("compiled-kernels", "info" if kept else "warning", text, len(self.kernels)))
+        if self._unfit_dumps:
+            text = (
+                f"{count_of(self._unfit_dumps, 'dumped tensor')} left out, and what they held is guessed: the file is "
+                "not of the tensor's size or memory, or holds what an op cannot take"
+            )
+            out.append(Notice("unfit-dumps", "warning", text, self._unfit_dumps))
+        if self._guessed_groups:
+            text = f"{count_of(self._guessed_groups, 'collective')} do not say their group; taken to be of all ranks"
+            out.append(Notice("guessed-groups", "warning", text, self._guessed_groups))
+        if self.storages.guessed_strides:
+            text = (
+                f"strides are not recorded: {count_of(self.storages.guessed_strides, 'tensor')} taken to be contiguous"
+            )
+            out.append(Notice(GUESSED_STRIDES, "info", text, self.storages.guessed_strides))
+        if self.entry.host.notices:
+            out += self.entry.host.notices
+        return [notice.of_rank(self.entry.rank) for notice in out]
+
+    # -- ops --
+
+    def add_op(self, row: int) -> None:
+        read, returned = self.nodes.read[row], self.nodes.returned[row]
+        text, types = self.schemas[row], self.types[row]
+        try:
+            schema, why, has_numbers, strange, kinds, plain, slots = op_kind(text, types, self.output_types[row])
+        except UnreadableSchemaError as error:
+            self.leave_out(row, "unreadable-schema", str(error))
+            return
+        if row in self.nodes.unreadable:
+            self.leave_out(row, "unreadable-values", self.nodes.unreadable[row])
+            return
+        if strange:
+            self.leave_out(row, "unknown-type", f"a tensor is of the type {strange!r}")
+            return
+        if not all(map(_STORAGE, (*read, *returned))) and any(tensor.is_symbolic for tensor in (*read, *returned)):
+            text = (
+                "shapes of its tensors are symbols, which PyTorch does not write: record a step that compiles nothing"
+            )
+            self.leave_out(row, "symbolic-shape", text)
+            return
+        if self._pending:
+            self.wait_for(read)
+        numbers: dict[int, tuple[str, float]] = {}
+        if has_numbers and not all(tensor.geometry.shape for tensor in read):
+            numbers = self.plain_numbers(row, schema)
+            read = [tensor for tensor in read if tensor.number not in numbers]
+        # Tensors are numbered from 0: calls of one op with the same other values have the same arguments.
+        values = self.nodes.inputs[row]
+        key = (text, types, encode((len(values), *compress(values, plain))), *numbers.values())
+        if key not in self._arguments:
+            self._arguments[key] = arguments_of(values, kinds, schema, dict(numbers.values()))
+        arguments, flags = self._arguments[key]
+        inputs = self.registers_of(read)
+        if row in self.integers:
+            self.look_at_integers(row, read)
+        if schema.name == "set_" and b'{"object":"Storage"}' in arguments and returned:
+            # A storage that came from elsewhere, as from a worker that loads data: an external one.
+            inputs.append(self.registers_of(returned)[0])
+            arguments = arguments.replace(b'{"object":"Storage"}', b'{"storage":%d}' % (len(inputs) - 1))
+            flags = [flag for flag in flags if flag != "unknown-object"]
+            outputs: list[int | None] = [inputs[-1]]
+        else:
+            registers = iter(self.storages.make(returned, read))
+            outputs = [next(registers) if slot else None for slot in slots]
+        self.add(
+            row,
+            RUN if why is None else STAND_IN,
+            inputs,
+            outputs,
+            call=self.call_of(text, arguments, flags),
+            reason=why and why.slug,
+        )
+
+    def add_kernel(self, row: int) -> None:
+        read = self.nodes.read[row]
+        if row in self.nodes.unreadable:
+            self.leave_out(row, "unreadable-values", self.nodes.unreadable[row])
+            return
+        if strange := unknown_type(self.types[row]):
+            self.leave_out(row, "unknown-type", f"a tensor is of the type {strange!r}")
+            return
+        self.wait_for(read)
+        arguments, grid = kernel_arguments(self.nodes.inputs[row], kinds_of(self.types[row]))
+        file = str(self.nodes.attributes[row].kernel_file or "")
+        if file not in self.sources:
+            self.sources[file] = source_of(self.resources, file)
+        source = self.sources[file]
+        name = self.names[row]
+        call = self.call_of(f"kernel {name} of {file}{'' if grid is None else f' on {grid}'}", arguments, [])
+        of_source = (source.sha256, source.text) if source else (None, None)
+        self.kernels[call] = (name, file or None, *of_source, grid)
+        self.add(row, STAND_IN, self.registers_of(read), call=call, reason=NOT_TRUSTED if source else NO_SOURCES)
+
+    def integers_of(self, rows: Ints) -> dict[int, list[int]]:
+        """By row of what is run: it and rows within it of which integers were recorded."""
+        nodes = self.nodes
+        runs = np.zeros(nodes.parent.size, dtype=np.bool_)
+        runs[rows] = True
+        noted = np.flatnonzero(np.isin(self.ids, [*self.ranges, *self.resources.dumps]))
+        at = np.where(runs[noted], noted, nearest(nodes.parent, runs)[noted])
+        out: dict[int, list[int]] = defaultdict(list)
+        for row, inner in zip(at.tolist(), noted.tolist(), strict=True):
+            out[row].append(inner)
+        return out
+
+    def look_at_integers(self, row: int, read: list[RecordedTensor]) -> None:
+        """Note what is recorded of the integers that a node, or one within it, is given."""
+        seen = self._seen[self.ids[row]] = {}
+        taken = {tensor[1:]: at for at, tensor in enumerate(read)}  # within an op a view of the same has another number
+        for inner in self.integers[row]:
+            dumps = self.resources.dumps.get(self.ids[inner], {})
+            ranges = self.ranges.get(self.ids[inner], {})
+            numbers = observed_numbers(self.types[inner])
+            for tensor, number in zip(self.nodes.read[inner], numbers, strict=False):
+                at = taken.get(tensor[1:], -1)
+                if at >= 0 and number in ranges:
+                    seen.setdefault(at, RecordedIntegers(*ranges[number]))
+                if at >= 0 and number in dumps:
+                    values = self.resources.dumped(dumps[number], tensor)
+                    self._unfit_dumps += values is None
+                    if values is not None and values.size:
+                        seen[at] = RecordedIntegers(int(values.min()), int(values.max()), values)
+
+    def plain_numbers(self, row: int, schema: OperatorSchema) -> dict[int, tuple[str, float]]:
+        """Tensors that the program gave as plain numbers: by their numbers, the argument and what stands for it.
+
+        PyTorch makes a tensor of one element of the 2 in `x * 2`, and records that, without its value.
+        """
+        out: dict[int, tuple[str, float]] = {}
+        tensors = iter(self.nodes.read[row])
+        for kind, argument in zip(kinds_of(self.types[row]), schema.arguments, strict=False):
+            if isinstance(kind, tuple) or not kind:
+                deque(islice(tensors, values_count_of(kind)), maxlen=0)
+                continue
+            value = next(tensors)
+            if argument.name not in NUMBERS:
+                continue
+            dtype, shape = value.geometry.dtype, value.geometry.shape
+            plain = dtype in _OF_NUMBERS and value.device in {"cpu", ""} and not shape
+            if plain and not self.storages.has(value):
+                out[value.number] = (argument.name, _OF_NUMBERS[dtype])
+        return out
+
+    def call_of(self, schema: str, arguments: bytes, flags: list[str]) -> int:
+        call = self.calls.setdefault((schema, arguments), len(self.calls))
+        if call == len(self.call_flags):
+            self.call_flags.append(sorted(set(flags)))
+        return call
+
+    def registers_of(self, tensors: list[RecordedTensor]) -> list[int]:
+        """Registers of tensors; views that no op made are made first."""
+        out = []
+        for tensor in tensors:
+            register, source = self.storages.read(tensor)
+            if source is not None:
+                self.add(None, VIEW, [source], [register])
+            out.append(register)
+        return out
+
+    def add(
+        self,
+        row: int | None,
+        action: str,
+        inputs: Sequence[int] = (),
+        outputs: Sequence[int | None] = (),
+        *,
+        call: int | None = None,
+        collective: int | None = None,
+        reason: str | None = None,
+    ) -> int:
+        """Add an instruction; it is of a node where a row is named. Returns its number."""
+        self.ops.append((row, action, call, collective, inputs, outputs, reason))
+        return len(self.ops) - 1
+
+    def leave_out(self, row: int, reason: str, text: str) -> None:
+        self.storages.forget(self.nodes.returned[row])
+        durations = self.originals.durations_ns.get(self.ids[row])
+        self.left_out.append(
+            {
+                "rank": self.entry.rank, "node": self.ids[row], "name": self.names[row], "reason": reason,
+                "text": text, "duration_ns": sorted(durations)[len(durations) // 2] if durations else None,
+            }
+        )  # fmt: skip
+
+    # -- communication --
+
+    def add_exchange(self, row: int, inner: int | None) -> None:
+        schema: OperatorSchema | None = None
+        if self.schemas[row]:
+            try:
+                schema = parse_schema(self.schemas[row])
+            except UnreadableSchemaError as error:
+                self.leave_out(row, "unreadable-schema", str(error))
+                return
+        exchange = exchange_of(self.nodes, row, schema, inner)
+        if exchange.kind == WAIT:
+            # a wait says the number of what it waits for, but not the group
+            collective = next(
+                (number for (_, sequence), number in self._by_sequence.items() if sequence == exchange.sequence), None
+            )
+            if schema is not None:
+                self.wait_for(exchange.sent)
+                inputs = self.registers_of(exchange.sent)
+                outputs = self.storages.make(self.nodes.returned[row], exchange.sent)
+                for source, output in zip(inputs, outputs, strict=False):
+                    if output != source:
+                        self.add(row, VIEW, [source], [output])
+            elif collective is not None:
+                self.wait(collective, row)
+            return
+        if exchange.kind is None:
+            if schema is not None:
+                self.leave_out(row, "unknown-collective", f"`{schema.qualified}` is no collective that is known")
+            elif self.nodes.read[row] or self.nodes.returned[row]:
+                self.leave_out(row, "unknown-collective", "its kind is not recorded")
+            return
+        self.wait_for([*exchange.sent, *exchange.received])
+        sent = self.registers_of(exchange.sent)
+        received = [] if exchange.made else self.registers_of(exchange.received)
+        if exchange.made:
+            received = self.storages.make(exchange.received, exchange.sent)
+        group, peer = self.group_of(exchange)
+        number = len(self.collectives)
+        op = self.add(row, COLLECTIVE, sent, received, collective=number)
+        self.collectives.append(
+            {
+                "rank": self.entry.rank, "collective": number, "op": op, "kind": exchange.kind, "group": group,
+                "sequence": exchange.sequence, "peer": peer, "splits_in": exchange.splits[0],
+                "splits_out": exchange.splits[1], "asynchronous": exchange.asynchronous,
+                "bytes": tensors_bytes(exchange.sent or exchange.received),
+            }
+        )  # fmt: skip
+        if exchange.sequence is not None:
+            self._by_sequence[exchange.group, exchange.sequence] = number
+        if exchange.asynchronous:
+            for tensor in (*exchange.sent, *exchange.received):
+                self._pending[tensor.storage] = number
+        else:
+            self._waited.add(number)
+
+    def group_of(self, exchange: Exchange) -> tuple[str, int | None]:
+        """The group's name, and the peer as a rank of the job."""
+        name = exchange.group
+        if name not in self.groups:
+            name = self.called_group(exchange)
+        if name not in self.groups:
+            several = len({tuple(group["ranks"]) for group in self.groups.values()}) > 1
+            self._guessed_groups += several
+            name = max(self.groups, key=lambda label: len(self.groups[label]["ranks"]))
+        members = self.groups[name]["ranks"]
+        peer = exchange.peer
+        if peer is not None and 0 <= peer < len(members):
+            peer = members[peer]
+        return name, peer
+
+    def called_group(self, exchange: Exchange) -> str | None:
+        """The group of the same call in the timed steps, which the capture wrote down; in turn where several fit."""
+        if self._called is None:
+            self._called = called_groups(self.entry.capture)
+        key = (exchange.kind or "", tensors_bytes(exchange.sent or exchange.received))
+        groups = self._called.get(key)
+        if not groups:
+            return None
+        turn = self._turns[key]
+        self._turns[key] += 1
+        return groups[turn % len(groups)]
+
+    def wait_for(self, tensors: list[RecordedTensor]) -> None:
+        """Wait for the collectives that give or take these tensors, before they are used."""
+        for tensor in tensors:
+            if tensor.storage in self._pending:
+                self.wait(self._pending[tensor.storage])
+
+    def wait(self, collective: int, row: int | None = None) -> None:
+        self._pending = {storage: number for storage, number in self._pending.items() if number != collective}
+        if collective not in self._waited:
+            self._waited.add(collective)
+            self.add(row, WAIT, collective=collective)
+
+    # -- the end --
+
+    def ops_frame(self) -> pl.DataFrame:
+        """The instructions, with what is known of their nodes; those of none are where the one before them is."""
+        rows, actions, calls, collectives, inputs, outputs, reasons = (
+            zip(*self.ops, strict=True) if self.ops else [()] * 7
+        )
+        nodes, count = self.nodes, len(rows)
+        row = pl.Series("row", rows, dtype=pl.UInt32)
+        before = row.fill_null(strategy="forward")
+        of = nodes.host.ops.select("name", "thread").with_columns(
+            pl.Series("scope", nodes.scopes, dtype=pl.String),
+            pl.Series("phase", nodes.phases, dtype=pl.String),
+            pl.Series("step", nodes.steps).replace(-1, None),
+        )
+        named, around = of["name"].gather(row), of.select(pl.all().gather(before))
+        node = nodes.host.ops["id"].gather(row)
+        measured, ids = self.originals, node.to_list()
+        return frame(
+            "ops",
+            {
+                "rank": [self.entry.rank] * count, "op": range(count), "node": node, "action": actions,
+                "name": named.fill_null(pl.Series(actions, dtype=pl.String)), "call": calls, "collective": collectives,
+                "inputs": inputs, "outputs": outputs, "thread": around["thread"].fill_null(0),
+                "stream": [measured.stream.get(number) for number in ids], "step": around["step"],
+                "scope": around["scope"].fill_null(""), "phase": around["phase"],
+                "durations_ns": [measured.durations_ns.get(number, ()) for number in ids],
+                "gap_ns": [measured.gap_ns.get(number) for number in ids],
+                "gpu_ns": [measured.gpu_ns.get(number) for number in ids], "reason": reasons,
+            },
+        )  # fmt: skip
+
+    def assembled(self) -> RankPlan:
+        rank = self.entry.rank
+        ops = self.ops_frame()
+        texts = list(self.calls)
+        calls = frame(
+            "calls",
+            {
+                "rank": [rank] * len(texts), "call": range(len(texts)), "schema": [schema for schema, _ in texts],
+                "arguments": [arguments.decode() for _, arguments in texts], "flags": self.call_flags,
+            },
+        )  # fmt: skip
+        tensors, storages = self.storages.frames(rank)
+        of_rank = pl.lit(rank, pl.Int32).alias("rank")
+        is_whole = not (self.choice.scope or self.choice.only)
+        measured = self.originals if is_whole else Originals()
+        plan = RankPlan(
+            rank, ops, calls, tensors, storages,
+            collectives=pl.DataFrame(self.collectives, schema=PLAN_SCHEMAS["collectives"]),
+            kernels=pl.DataFrame(
+                [(rank, call, *about) for call, about in self.kernels.items()],
+                schema=PLAN_SCHEMAS["kernels"], orient="row",
+            ),
+            left_out=pl.DataFrame(self.left_out, schema=PLAN_SCHEMAS["left_out"]),
+            steps=measured.steps.select(of_rank, pl.all()), holes=measured.holes.select(of_rank, pl.all()),
+        ).with_lives()  # fmt: skip
+        plan, refused = settle_contents(plan, self._seen)
+        self._unfit_dumps += refused
+        plan.check()
+        return plan
+
+
+def _planned(path: str, choice: Choice) -> ReplayPlan:
+    """A plan that was saved, or some of its ranks."""
+    if choice != Choice(ranks=choice.ranks):
+        hint = "give what the plan was made of"
+        raise UsageError("a plan holds what was chosen; only ranks are chosen from it", slug="wrong-usage", hint=hint)
+    plan = ReplayPlan.load(path)
+    if choice.ranks is None:
+        return plan
+    if absent := sorted(set(choice.ranks) - set(plan.ranks)):
+        shown = ", ".join(map(str, list(plan.ranks)[:8]))
+        raise UsageError(f"the plan has no rank {absent[0]}; it has {shown}", slug="no-such-rank")
+    return replace(plan, ranks={rank: plan.ranks[rank] for rank in choice.ranks})
+
+
+def _named_within(nodes: Nodes) -> dict[int, int]:
+    """The `record_param_comms` within each op of communication."""
+    rows = (nodes.host.ops["name"] == "record_param_comms").arg_true().to_list()
+    parent = nodes.parent.tolist()
+    out: dict[int, int] = {}
+    for row in rows:
+        at = parent[row]
+        while at >= 0 and not nodes.has_schema[at]:
+            at = parent[at]
+        if at >= 0:
+            out.setdefault(at, row)
+    return out

@@ -1,0 +1,364 @@
+"""A process per rank, results together.
+
+A process gets its job as a line of JSON and leaves its answer in a file of a folder of ours; what it and its libraries
+print stands in another one there, and is shown should it fail.
+
+Our processes find each other through a file, so no port is needed. Under torchrun the results go to rank 0 over its
+store.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from traceloom import errors
+from traceloom.errors import InputError, PartialError, TraceloomError, UsageError
+from traceloom.system import process as leaving
+from traceloom.system import units
+from traceloom.system.processes import WorkerProcess, shared_folder
+from traceloom.trace.notice import Notice
+from traceloom.workload.replay.communication import BACKENDS, RunningGroups, check_agreement
+from traceloom.workload.replay.plan import RankReplayed, Replayed, ReplayPlan
+from traceloom.workload.replay.running import RunOptions
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+
+Say = Callable[[str], None]
+_OTHERS_FAIL_S = 3.0
+_LAST_LINES = 5
+
+
+def run_processes(
+    main: str, job: dict[str, Any], ranks: Sequence[int], folder: Path, say: Say, *, hint: str
+) -> list[dict[str, Any]]:
+    """Start a process for each rank and wait for all; when one fails, the others are ended.
+
+    Args:
+        main: A module whose `main` calls `take_part`.
+        job: What all of them do; each is told `folder`, `process` (its place) and `ranks` besides.
+        ranks: Their names.
+        folder: For what they leave.
+        say: Told what the first of them is doing.
+        hint: What to do should a rank fail; `{rank}` is its name.
+
+    Returns:
+        The answer of each.
+
+    Raises:
+        PartialError: slug `rank-failed`; or whatever a rank raised of `TraceloomError`.
+    """
+    heard: queue.SimpleQueue[tuple[int, dict[str, Any] | int]] = queue.SimpleQueue()
+
+    def listen(process: int, worker: WorkerProcess) -> None:
+        for answer in worker.answers():
+            heard.put((process, answer))
+        heard.put((process, worker.ended()))
+
+    failed: dict[int, dict[str, Any] | int] = {}
+    running = set(range(len(ranks)))
+    workers: list[WorkerProcess] = []
+
+    def kill() -> None:
+        for worker in workers:
+            worker.kill()
+
+    with leaving.clean_up_on_exit(kill):
+        try:
+            for process in range(len(ranks)):
+                with leaving.defer_signals():
+                    workers.append(WorkerProcess(main, threads=1))
+                workers[-1].send({**job, "folder": str(folder), "process": process, "ranks": list(ranks)})
+            for process, worker in enumerate(workers):
+                threading.Thread(target=listen, args=(process, worker), daemon=True).start()
+            until = None
+            while running:
+                try:
+                    process, what = heard.get(timeout=None if until is None else max(0.0, until - time.monotonic()))
+                except queue.Empty:
+                    break
+                if isinstance(what, int):
+                    running.discard(process)
+                    if what:
+                        failed.setdefault(process, what)
+                elif "error" in what:
+                    failed[process] = what
+                elif process == 0:
+                    say(what["says"])
+                if failed and until is None:  # it pulls the others down, and which was first shows in a moment
+                    until = time.monotonic() + _OTHERS_FAIL_S
+        finally:
+            kill()
+            for worker in workers:
+                worker.ended()
+    if failed:
+        raise _first_failure(failed, ranks, folder, hint)
+    return [msgspec.json.decode((folder / f"{process}.json").read_bytes()) for process in range(len(ranks))]
+
+
+def _first_failure(
+    failed: dict[int, dict[str, Any] | int], ranks: Sequence[int], folder: Path, hint: str
+) -> TraceloomError:
+    """The failure that the others follow from: of who ended without a word, else the first that was spoken of."""
+    others = ", and the others were ended" if len(ranks) > 1 else ""
+    spoken = {process: what for process, what in failed.items() if isinstance(what, dict)}
+    silent = {process: code for process, code in failed.items() if isinstance(code, int)}
+    if silent:
+        process, code = next(iter(silent.items()))
+        how = f"ended with {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        log = folder / f"{process}.log"
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+        text = " | ".join(lines[-_LAST_LINES:])
+    else:
+        process, first = min(spoken.items(), key=lambda item: int(item[1]["time_ns"]))
+        if first["type"]:
+            kind: type[TraceloomError] = getattr(errors, first["type"])
+            return kind(**first["error"])
+        how, text = "failed", first["error"]
+    rank = ranks[process]
+    message = f"rank {rank} {how}{others}" + (f": {text}" if text else "")
+    return PartialError(message, slug="rank-failed", hint=hint.format(rank=rank))
+
+
+def take_part(run: Callable[[dict[str, Any], Say], dict[str, Any]]) -> None:
+    """What a process does that `run_processes` started; it ends here.
+
+    Args:
+        run: Given the job, and who is told what is being done, the answer.
+    """
+    job = json.loads(sys.stdin.readline())
+    folder, process, ranks = Path(job["folder"]), job["process"], job["ranks"]
+
+    def end_with_parent() -> None:  # nobody reads what is measured once the standard input ends
+        sys.stdin.read()
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    log = os.open(folder / f"{process}.log", os.O_WRONLY | os.O_CREAT, 0o600)
+    for stream in (1, 2):  # ops and libraries may print
+        os.dup2(log, stream)
+
+    def say(**what: Any) -> None:
+        answers.write(json.dumps(what) + "\n")
+        answers.flush()
+
+    try:
+        os.environ |= {"RANK": str(process), "LOCAL_RANK": str(process), "WORLD_SIZE": str(len(ranks))}
+        if len(ranks) > 1:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+        answer = run(job, lambda text: say(says=text))
+        (folder / f"{process}.json").write_bytes(msgspec.json.encode(answer))
+    except TraceloomError as error:
+        where = ", ".join(filter(None, [error.where, f"rank {ranks[process]}" if len(ranks) > 1 else ""]))
+        say(type=type(error).__name__, error={**error.to_dict(), "where": where}, time_ns=time.time_ns())
+    except Exception as error:  # noqa: BLE001  (whatever it is, the parent must hear of it)
+        traceback.print_exc()
+        say(type="", error=f"{type(error).__name__}: {error}", time_ns=time.time_ns())
+    finally:
+        sys.stdout.flush()
+        os._exit(0)  # without the destructors of process groups, which wait for peers that may be gone
+
+
+def replay(plan: ReplayPlan, options: RunOptions | None = None, *, say: Say = lambda _: None) -> Replayed | None:
+    """Run a plan, each rank in a process of its own.
+
+    Args:
+        plan: What is run.
+        options: How.
+        say: Told what is being done.
+
+    Returns:
+        What it gave; None in processes of torchrun other than the first.
+
+    Raises:
+        UsageError: `wrong-usage`: ranks that the plan does not have; `no-such-module`.
+        InputError: `different-collectives`, `too-little-memory`, `no-device`, `no-torch`, `wrong-world-size`.
+        CheckError: `op-failed`, with `strict`.
+        PartialError: `rank-failed`: a rank ended before its time.
+    """
+    options = options or RunOptions()
+    ranks = list(plan.ranks) if options.ranks is None else sorted(set(options.ranks))
+    if strange := [rank for rank in ranks if rank not in plan.ranks]:
+        raise UsageError(
+            f"the plan has no rank {strange[0]}",
+            slug="wrong-usage",
+            hint=f"it has {units.count_of(len(plan.ranks), 'rank')}: {', '.join(map(str, plan.ranks))}",
+        )
+    check_agreement(plan, ranks)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return _under_torchrun(plan, options, ranks, say)
+    with shared_folder() as folder:
+        plan.save(folder / "run.plan")
+        job = {"options": asdict(options)}
+        hint = "replay it alone with --ranks {rank}"
+        answers = run_processes("traceloom.workload.replay.ranks", job, ranks, folder, say, hint=hint)
+    return _together(plan, options, ranks, answers)
+
+
+def _together(
+    plan: ReplayPlan, options: RunOptions, ranks: Sequence[int], answers: Sequence[dict[str, Any]]
+) -> Replayed:
+    """The results of all ranks as one."""
+    of_ranks = {rank: RankReplayed.from_dict(answer["rank"]) for rank, answer in zip(ranks, answers, strict=True)}
+    missing = tuple(rank for rank in range(plan.world_size) if rank not in ranks)
+    notices = [Notice(**notice) for notice in answers[0]["notices"]]
+    if missing and any(rank_plan.collectives.height for rank_plan in plan):
+        text = f"{units.count_of(len(missing), 'rank')} of {plan.world_size} did not run: " + (
+            "communication was left out" if len(ranks) == 1 else "groups are those of the ranks that ran"
+        )
+        notices.append(Notice("ranks-missing", "warning", text, count=len(missing)))
+    return Replayed(
+        plan.source, answers[0]["device"], options.pace, options.seed, answers[0]["environment"], of_ranks, missing,
+        tuple(notices),
+    )  # fmt: skip
+
+
+def main() -> None:
+    """What a process of ours does: one rank."""
+    take_part(_replayed)
+
+
+def _replayed(job: dict[str, Any], say: Say) -> dict[str, Any]:
+    """The result of the rank that a job names."""
+    folder, process, ranks = Path(job["folder"]), job["process"], job["ranks"]
+    plan = ReplayPlan.load(folder / "run.plan")
+    options = RunOptions(**{**job["options"], "imports": tuple(job["options"]["imports"])})
+    store = None
+    if _communicate(plan, ranks):
+        import torch.distributed as dist
+
+        store = dist.FileStore(str(folder / "store"), len(ranks))
+    return _run_rank(plan, options, ranks, process, store, len(ranks), say)
+
+
+def _communicate(plan: ReplayPlan, ranks: list[int]) -> bool:
+    """Whether collectives run: among several ranks, and of one whose groups had no other rank when recorded."""
+    if len(ranks) > 1:
+        return True
+    members = dict(plan.groups.select("name", "ranks").iter_rows())
+    used = plan.ranks[ranks[0]].collectives["group"].unique()
+    return used.len() > 0 and all(members.get(name) == ranks for name in used)
+
+
+def _under_torchrun(plan: ReplayPlan, options: RunOptions, ranks: list[int], say: Say) -> Replayed | None:
+    """One of torchrun's processes runs its rank; the first puts all together."""
+    from torch.distributed import DistNetworkError, PrefixStore, rendezvous
+
+    world_size = int(os.environ["WORLD_SIZE"])
+    if world_size != len(ranks):
+        raise InputError(
+            f"torchrun started {units.count_of(world_size, 'process')} for {units.count_of(len(ranks), 'rank')}",
+            slug="wrong-world-size",
+            hint=f"start {len(ranks)} of them, or name as many ranks with --ranks",
+        )
+    try:
+        timeout = timedelta(seconds=options.timeout_s)
+        store, process, _ = next(rendezvous("env://", timeout=timeout))
+    except DistNetworkError as error:
+        raise InputError(
+            f"the processes do not find each other: {error}",
+            slug="no-rendezvous",
+            hint="give torchrun another --master-port",
+        ) from error
+    try:
+        sharing = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        answer = _run_rank(plan, options, ranks, process, store if _communicate(plan, ranks) else None, sharing, say)
+    except (RuntimeError, ValueError) as error:
+        if isinstance(error, TraceloomError):
+            raise
+        raise PartialError(f"rank {ranks[process]} failed: {error}", slug="rank-failed") from error
+    results = PrefixStore("traceloom", store)
+    results.set(str(process), msgspec.json.encode(answer))
+    if process:
+        results.wait(["done"], timeout)
+        return None
+    answers = [msgspec.json.decode(results.get(str(other))) for other in range(world_size)]
+    results.set("done", b"")
+    return _together(plan, options, ranks, answers)
+
+
+def _run_rank(  # noqa: PLR0917  (each is of another kind)
+    plan: ReplayPlan,
+    options: RunOptions,
+    ranks: list[int],
+    process: int,
+    store: dist.Store | None,
+    sharing: int,
+    say: Say,
+) -> dict[str, Any]:
+    """Run one rank in this process; what `_together` takes."""
+    from traceloom.workload.replay.binding import bind, need_torch
+
+    need_torch()
+    import torch
+    import torch.distributed as dist
+
+    from traceloom.workload.replay.kernels import KernelLoader
+    from traceloom.workload.replay.running import (
+        Execution,
+        device_of,
+        environment,
+        import_ops,
+        record_passes,
+        run_passes,
+    )
+
+    namespaces = import_ops(options.imports)
+    if plan.threads:
+        torch.set_num_threads(plan.threads)
+    torch.set_flush_denormal(True)
+    device, notices = device_of(plan, options, process)
+    communication, begin = None, None
+
+    def agree(goes_on: bool) -> bool:
+        flag = torch.tensor([int(goes_on)])
+        if communication is not None:
+            dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag.item())
+
+    if store is not None:
+        limit = timedelta(seconds=options.timeout_s)
+        dist.init_process_group("gloo", store=store, rank=process, world_size=len(ranks), timeout=limit)
+        backend = options.backend or BACKENDS.get(device.type, "gloo")
+        try:
+            communication = RunningGroups.join(plan, ranks, backend, options.timeout_s)
+        except (RuntimeError, ValueError) as error:
+            raise InputError(
+                f"no groups with the backend {backend}: {error}", slug="no-backend", hint="leave --backend out"
+            ) from error
+        begin = dist.barrier
+    say("the first pass")
+    bound = partial(bind, recorded=plan.torch, further=namespaces)
+    of_rank = plan.ranks[ranks[process]]
+    with tempfile.TemporaryDirectory(prefix="traceloom-kernels-") as folder:
+        kernels = KernelLoader(of_rank, device, Path(folder) if options.trust else None)
+        execution = Execution(of_rank, device, options, communication, sharing, bind=bound, kernels=kernels)
+        result = run_passes(execution, options, begin=begin, agree=agree, say=say)
+        if options.record is not None:
+            say(f"recording into {options.record}")
+            source = plan.source or "a plan"
+            record_passes(execution, options.record, source, force=options.force, begin=begin)
+    return {
+        "rank": result.to_dict(),
+        "device": device.type,
+        "notices": [asdict(notice) for notice in notices],
+        "environment": environment(device),
+    }

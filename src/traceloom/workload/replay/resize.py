@@ -1,0 +1,420 @@
+"""The same workload with other sizes: every op is run on meta tensors of the new sizes, its arguments made to fit.
+
+What has a size is a *symbol*: equal sizes that travel together. The sizes of tensors from outside are changed first;
+what ops give follows from PyTorch itself. Where an op is told sizes (`view`, `expand`, `empty`, `split`), those equal
+to a symbol change with it, and multiples of it only where nothing else fits (8 x 128 tokens are 1,024 rows). An op that
+fits in no way is refused, so what comes out is proven to run.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from fractions import Fraction
+from itertools import combinations
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import polars as pl
+
+from traceloom.errors import UsageError
+from traceloom.workload.replay.binding import Unbindable, bind
+from traceloom.workload.replay.plan import ITEM_BYTES, RUN, VIEW, RankPlan, ReplayPlan, empty_frame, frame
+from traceloom.workload.replay.schema import parse_schema
+from traceloom.workload.replay.script import flat
+from traceloom.workload.replay.values import contiguous
+
+if TYPE_CHECKING:
+    import torch
+
+_MOST_TRIES = 256  # ways to make the arguments of one op fit
+_SIZE_NAMES = re.compile(
+    r"^(?:size|shape|sizes?_hint|output_size|input_sizes?|repeats|n|m|length|start|end|split_sizes?|normalized_shape|"
+    r"stride|storage_offset|num_weights|num_classes|self_size|sizes)$"
+)
+
+_WHOLE = frozenset({"int", "Scalar", "number"})
+
+
+def scaled(
+    plan: ReplayPlan, factors: Mapping[int, Fraction] | None = None, *, batch: Fraction | None = None
+) -> ReplayPlan:
+    """The plan with other sizes.
+
+    Args:
+        plan: What was recorded.
+        factors: By size, by how much all dimensions of that size are longer or shorter.
+        batch: The factor of the first dimension of the data: what comes from a loader, else integers from outside.
+
+    Raises:
+        UsageError: `cannot-resize`: no dimension has that size, a size would be no whole number, or an op does not fit.
+    """
+    ranks = {rank: _Scaling(rank_plan, dict(factors or {}), batch).plan() for rank, rank_plan in plan.ranks.items()}
+    return replace(plan, ranks=ranks)
+
+
+def repeated(plan: ReplayPlan, scope: str, times: int) -> ReplayPlan:
+    """The plan with every stretch of ops in a scope run several times, one after the other.
+
+    Raises:
+        UsageError: `no-such-scope`: no op is in it.
+    """
+    ranks = {}
+    for rank, rank_plan in plan.ranks.items():
+        inside = rank_plan.ops["scope"].str.split("/").list.contains(scope) | rank_plan.ops["scope"].str.starts_with(
+            f"{scope}."
+        )
+        if (rank_plan.ops["action"].is_in(["collective", "wait"]) & inside).any():
+            text = f"`{scope}` holds collectives, which other ranks would have to repeat too"
+            raise UsageError(text, slug="cannot-resize", hint="repeat a scope that computes only")
+        stretches = rank_plan.ops.with_columns(inside.alias("inside"), inside.rle_id().alias("stretch"))
+        parts = [
+            part.drop("inside", "stretch")
+            for _, part in stretches.group_by("stretch", maintain_order=True)
+            for _ in range(times if part["inside"][0] else 1)
+        ]
+        ops = pl.concat(parts).with_columns(pl.int_range(pl.len(), dtype=pl.UInt32).alias("op"))
+        moved = ops.filter(pl.col("action") == "collective").sort("collective")["op"]
+        collectives = rank_plan.collectives.with_columns(moved.alias("op")) if moved.len() else rank_plan.collectives
+        ranks[rank] = replace(rank_plan, ops=ops, collectives=collectives).with_lives()
+        ranks[rank].check()
+    if all(ranks[rank].ops.height == plan.ranks[rank].ops.height for rank in ranks) and times > 1:
+        raise UsageError(f"no op is in a scope `{scope}`", slug="no-such-scope")
+    return replace(plan, ranks=ranks)
+
+
+class _Scaling:
+    """Goes through the ops of a rank with meta tensors of the new sizes."""
+
+    def __init__(self, plan: RankPlan, factors: dict[int, Fraction], batch: Fraction | None) -> None:
+        self.plan_before = plan
+        self.sizes = {size: _whole(size, factor) for size, factor in factors.items()}
+        self.data: set[int] = set()
+        if batch is not None:
+            size, self.data = self.find_batch()
+            self.sizes[size] = _whole(size, batch)
+        self.everywhere = batch is None
+        self.before = plan.tensors.select("storage", "offset", "shape", "strides", "dtype").rows()
+        self.tensors: dict[int, torch.Tensor] = {}
+        self.calls: dict[tuple[str, str], int] = {}
+        self.call_rows: list[tuple[str, str, list[str]]] = []
+        self._laid = self.layouts()
+
+    def layouts(self) -> dict[int, tuple[int, int | None]]:
+        """Where parts of a buffer move when those before them grow: by register, the offset; of the whole its length.
+
+        Gradients lie one behind the other in the buckets that ranks exchange; a bucket is one flat tensor, too.
+        """
+        out: dict[int, tuple[int, int | None]] = {}
+        dense = (
+            pl.DataFrame(
+                {"tensor": range(len(self.before)), "storage": [row[0] for row in self.before],
+                 "offset": [row[1] for row in self.before], "rank": [len(row[2]) for row in self.before],
+                 "elements": [prod(row[2]) for row in self.before]}
+            )
+            .with_columns(self.plan_before.storages["external"].gather(pl.Series([row[0] for row in self.before])))
+            .filter("external")
+        )  # fmt: skip
+        for _, registers in dense.group_by("storage", maintain_order=True):
+            if registers["offset"].n_unique() < 2:
+                continue
+            whole = max(start + elements for start, elements in registers.select("offset", "elements").iter_rows())
+            offset = 0
+            before = 0
+            moved: dict[int, int] = {}
+            for start, part in (
+                registers.filter(pl.col("elements") < whole).sort("offset").group_by("offset", maintain_order=True)
+            ):
+                first = max(part["tensor"], key=lambda number: prod(self.before[number][2]))
+                offset += int(start[0]) - before
+                moved[int(start[0])] = offset
+                before = int(start[0]) + prod(self.before[first][2])
+                offset += prod(self.sizes_of(first))
+            for tensor, start, elements in registers.select("tensor", "offset", "elements").iter_rows():
+                if elements < whole:
+                    out[tensor] = (moved[start], None)
+                elif len(self.before[tensor][2]) == 1:
+                    out[tensor] = (start, offset + whole - before)
+        return out
+
+    def sizes_of(self, number: int) -> tuple[int, ...]:
+        """The new shape of a tensor from outside."""
+        storage, _, shape, *_ = self.before[number]
+        if self.everywhere:
+            return tuple(self.sizes.get(length, length) for length in shape)
+        changes = storage in self.data
+        return tuple(
+            self.sizes.get(length, length) if changes and not at else length for at, length in enumerate(shape)
+        )
+
+    def find_batch(self) -> tuple[int, set[int]]:
+        """The size of the batch, and the storages that have it: data from outside."""
+        plan = self.plan_before
+        first = plan.tensors.with_columns(
+            pl.col("shape").list.first().alias("size"), plan.ops["phase"].gather(
+                plan.storages["first_op"].gather(plan.tensors["storage"])).alias("phase"),
+            plan.storages["external"].gather(plan.tensors["storage"]).alias("external"),
+        ).filter(pl.col("external") & (pl.col("size") > 0))  # fmt: skip
+        loaded = first.filter(pl.col("phase") == "loading")
+        data = loaded if loaded.height else first.filter(pl.col("dtype").str.contains("int"))
+        if not data.height:
+            raise UsageError(
+                "no tensor from outside looks like data: none comes from a loader, and none holds integers",
+                slug="cannot-resize",
+                hint="name the size of the batch, as in --scale 32=2",
+            )
+        size = int(data["size"].mode().sort()[0])
+        return size, set(data.filter(pl.col("size") == size)["storage"])
+
+    def plan(self) -> RankPlan:
+        """The plan of the rank with the new sizes, checked."""
+        before = self.plan_before
+        if self.everywhere:
+            sizes = set(before.tensors["shape"].explode().drop_nulls())
+            if absent := sorted(set(self.sizes) - sizes):
+                text = f"no tensor has a dimension of {absent[0]}"
+                raise UsageError(text, slug="cannot-resize", hint="take a size that `--plan-only` or the report shows")
+        return self.assembled([self.scaled_op(row) for row in before.ops.iter_rows(named=True)])
+
+    def scaled_op(self, row: Mapping[str, Any]) -> int | None:
+        inputs = [self.tensor(tensor) for tensor in row["inputs"]]
+        if row["action"] == VIEW:
+            (made,) = row["outputs"]
+            self.tensors[made] = self.view(row["inputs"][0], made, inputs[0], row)
+            return None
+        if row["call"] is None:
+            for tensor in row["outputs"]:
+                if tensor is not None and tensor not in self.tensors:
+                    self.tensors[tensor] = self.like(tensor)
+            return None
+        schema, arguments, flags = self.plan_before.calls.select("schema", "arguments", "flags").row(row["call"])
+        if row["action"] != RUN:
+            for tensor in row["outputs"]:
+                if tensor is not None:
+                    self.tensors[tensor] = self.like(tensor)
+        else:
+            arguments = self.run(row, schema, arguments, inputs)
+        number = self.calls.setdefault((schema, arguments), len(self.calls))
+        if number == len(self.call_rows):
+            self.call_rows.append((schema, arguments, flags))
+        return number
+
+    def run(self, row: Mapping[str, Any], schema: str, arguments: str, inputs: list[torch.Tensor]) -> str:
+        """Run an op on meta tensors of the new sizes; its arguments as they fit."""
+        import torch
+
+        recorded = [None if tensor is None else tuple(self.before[tensor][2]) for tensor in row["outputs"]]
+        changed = any(
+            tuple(tensor.shape) != tuple(self.before[number][2])
+            for tensor, number in zip(inputs, row["inputs"], strict=True)
+        )
+        reason = ""
+        for tried in self.ways(schema, arguments, changed=changed):
+            try:
+                with torch.no_grad(), warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    values = list(flat(bind(schema, tried, "meta")([tensor.detach() for tensor in inputs])))
+            except Unbindable:
+                self.take_recorded_outputs(row)
+                return arguments
+            except Exception as error:  # noqa: BLE001  (any op may raise anything)
+                reason = reason or str(error).split("\n")[0]
+                continue
+            if all(
+                shape is None or (isinstance(value, torch.Tensor) and self.fits(shape, tuple(value.shape)))
+                for shape, value in zip(recorded, values, strict=False)
+            ):
+                for tensor, value in zip(row["outputs"], values, strict=False):
+                    if tensor is not None:
+                        self.tensors[tensor] = value
+                return tried
+            reason = reason or "its result would have another number of dimensions"
+        if not changed:  # no kernel for meta tensors, or a result that depends on contents
+            self.take_recorded_outputs(row)
+            return arguments
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in inputs)
+        raise UsageError(
+            f"{row['name']} (node {row['node']}) does not fit tensors of {shapes}: {reason}",
+            slug="cannot-resize",
+            hint="scale another size, or several together, as in --scale 192=2 --scale 576=2",
+        )
+
+    def fits(self, before: tuple[int, ...], after: tuple[int, ...]) -> bool:
+        """Whether each length is as it was, or changed by what was asked for."""
+        ratios = {Fraction(new, old) for old, new in self.sizes.items()}
+        return len(before) == len(after) and all(
+            old == new or (old > 0 and Fraction(new, old) in ratios) for old, new in zip(before, after, strict=True)
+        )
+
+    def ways(self, schema: str, arguments: str, *, changed: bool) -> Iterator[str]:
+        """The arguments with sizes changed: first those equal to a symbol, then any others, the fewest first."""
+        values = msgspec.json.decode(arguments)
+        declared = parse_schema(schema).arguments
+        places = [
+            (path, value)
+            for at, argument in enumerate(declared[: len(values)])
+            if "SymInt" in argument.type.bases or (_SIZE_NAMES.match(argument.name) and argument.type.bases & _WHOLE)
+            for path, value in _numbers(values[at], (at,))
+            if self.new_size(value) is not None
+        ]
+        likely = {path for path, value in places if value in self.sizes}
+        if not changed and not self.everywhere:
+            likely = set()
+        # The first of several sizes is the more likely one: it is added first, and taken back last.
+        others = [path for path, _ in places if path not in likely]
+        others += [path for path, _ in reversed(places) if path in likely]
+        new = {path: self.new_size(value) for path, value in places}
+        tries = 0
+        for count in range(len(others) + 1):
+            for flipped in combinations(others, count):
+                tries += 1
+                if tries > _MOST_TRIES:
+                    return
+                chosen = likely ^ set(flipped)
+                yield _with(values, {path: new[path] for path in chosen}) if chosen else arguments
+
+    def new_size(self, value: int) -> int | None:
+        """A size as it becomes if it changes; None where it is no multiple of what does."""
+        for old, new in self.sizes.items():
+            if value and value % old == 0:
+                return value // old * new
+        return None
+
+    def tensor(self, number: int) -> torch.Tensor:
+        """A register; from outside where no op has made it."""
+        if number not in self.tensors:
+            self.tensors[number] = self.like(number)
+        return self.tensors[number]
+
+    def like(self, number: int) -> torch.Tensor:
+        """A tensor from outside, or of a stand-in: the sizes that change are those of a symbol."""
+        import torch
+
+        _, offset, shape, strides, dtype = self.before[number]
+        new = self.sizes_of(number)
+        offset, length = self._laid.get(number, (offset, None))
+        if length is not None:
+            new = (length,)
+        if list(new) != list(shape):  # what lay without gaps does so again
+            order = sorted(range(len(shape)), key=lambda at: -strides[at])
+            dense = contiguous(tuple(new[at] for at in order))
+            strides = [dense[order.index(at)] for at in range(len(shape))]
+        here: torch.dtype = getattr(torch, dtype)
+        whole = torch.empty(_elements(offset, new, strides), dtype=here, device="meta")
+        return whole.as_strided(new, strides, offset)
+
+    def view(self, source: int, made: int, tensor: torch.Tensor, row: Mapping[str, Any]) -> torch.Tensor:
+        """Another geometry of a tensor that lives."""
+        _, offset, shape, strides, dtype = self.before[made]
+        before = self.before[source]
+        same = tuple(tensor.shape) == tuple(before[2]) and tensor.storage_offset() == before[1]
+        if same and tuple(tensor.stride()) == tuple(before[3]):
+            import torch
+
+            bare = tensor if before[4] == dtype else tensor.view(getattr(torch, dtype))
+            return bare.as_strided(shape, strides, offset)
+        if tuple(strides) == contiguous(tuple(shape)) and tensor.is_contiguous() and before[4] == dtype:
+            text = msgspec.json.encode([{"tensor": 0}, shape]).decode()
+            schema = "aten::view(Tensor(a) self, SymInt[] size) -> Tensor(a)"
+            tried = self.run({**row, "name": "a view", "inputs": [source]}, schema, text, [tensor])
+            return bind(schema, tried, "meta")([tensor])
+        raise UsageError(
+            f"the view {shape} of a tensor of {list(tensor.shape)} leaves gaps: it cannot be scaled",
+            slug="cannot-resize",
+            hint="scale another size, or take the leaves with --level leaf",
+        )
+
+    def take_recorded_outputs(self, row: Mapping[str, Any]) -> None:
+        for tensor in row["outputs"]:
+            if tensor is not None:
+                self.tensors[tensor] = self.like(tensor)
+
+    def assembled(self, calls: list[int | None]) -> RankPlan:
+        before = self.plan_before
+        rank = before.rank
+        tensors = [self.tensor(number) for number in range(len(self.before))]
+        storages = [0] * before.storages.height
+        for (storage, *_, dtype), tensor in zip(self.before, tensors, strict=True):
+            elements = _elements(tensor.storage_offset(), tensor.shape, tensor.stride())
+            storages[storage] = max(storages[storage], elements * ITEM_BYTES[dtype])
+        schemas, arguments, flags = zip(*self.call_rows, strict=True) if self.call_rows else ((), (), ())
+        count = len(schemas)
+        exchanged = before.collectives
+        if exchanged.height:
+            moved = [
+                sum(tensors[tensor].nbytes for tensor in (row["inputs"] or row["outputs"]) if tensor is not None)
+                for row in (before.ops.row(op, named=True) for op in exchanged["op"])
+            ]
+            exchanged = exchanged.with_columns(pl.Series("bytes", moved, dtype=pl.Int64))
+        fits = [list(tensors[tensor].shape) == self.before[tensor][2] for tensor in before.data["tensor"]]
+        data = before.data.filter(pl.Series(fits, dtype=pl.Boolean))
+        held = data["tensor"].replace_strict(range(len(self.before)), [row[0] for row in self.before])
+        lost = (pl.col("content") == "data") & ~pl.col("storage").is_in(held.implode())
+        plan = replace(
+            before,
+            ops=before.ops.with_columns(pl.Series("call", calls, dtype=pl.UInt32)),
+            calls=frame(
+                "calls",
+                {
+                    "rank": [rank] * count, "call": range(count), "schema": schemas, "arguments": arguments,
+                    "flags": flags,
+                },
+            ),
+            tensors=frame(
+                "tensors",
+                {
+                    "rank": [rank] * len(tensors), "tensor": range(len(tensors)),
+                    "storage": [row[0] for row in self.before], "offset": [t.storage_offset() for t in tensors],
+                    "shape": [list(t.shape) for t in tensors], "strides": [list(t.stride()) for t in tensors],
+                    "dtype": [row[4] for row in self.before],
+                },
+            ),
+            storages=before.storages.with_columns(
+                pl.Series("bytes", storages, dtype=pl.Int64),
+                content=pl.when(lost).then(pl.lit("integers", before.storages.schema["content"])).otherwise("content"),
+                evidence=pl.when(lost).then(pl.lit("range", before.storages.schema["evidence"])).otherwise("evidence"),
+            ),
+            data=data,
+            kernels=empty_frame("kernels"),  # a kernel of other sizes is another one: stand-ins
+            collectives=exchanged,
+        )  # fmt: skip
+        plan.check()
+        return plan
+
+
+def _whole(size: int, factor: Fraction) -> int:
+    new = size * factor
+    if new.denominator != 1 or new < 1:
+        text = f"{size} x {float(factor):g} is no whole number above 0"
+        raise UsageError(text, slug="cannot-resize", hint="take another factor")
+    return int(new)
+
+
+def _elements(offset: int, shape: Any, strides: Any) -> int:
+    """Elements of the storage that a geometry needs."""
+    if 0 in shape:
+        return offset
+    return int(offset + sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True)) + 1)
+
+
+def _numbers(value: Any, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Whole numbers within a value, with where they stand."""
+    if isinstance(value, list):
+        for at, part in enumerate(value):
+            yield from _numbers(part, (*path, at))
+    elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        yield path, value
+
+
+def _with(values: list[Any], changes: Mapping[tuple[int, ...], int | None]) -> str:
+    """JSON of values with some numbers in them changed."""
+    out = msgspec.json.decode(msgspec.json.encode(values))
+    for path, number in changes.items():
+        holder = out
+        for step in path[:-1]:
+            holder = holder[step]
+        holder[path[-1]] = number
+    return msgspec.json.encode(out).decode()

@@ -1,0 +1,531 @@
+"""Running one rank's plan in this process: memory, contents, the first pass, and passes until their median is known."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import math
+import os
+import platform
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+import polars as pl
+
+import traceloom
+from traceloom.errors import CheckError, InputError, TraceloomError, UsageError
+from traceloom.system import units
+from traceloom.trace.notice import Notice
+from traceloom.workload.replay import binding
+from traceloom.workload.replay.contents import filled
+from traceloom.workload.replay.execution import GPU_TIMES, device_times
+from traceloom.workload.replay.kernels import KernelLoader
+from traceloom.workload.replay.plan import FAILURES, RankPlan, RankReplayed, ReplayPlan
+from traceloom.workload.replay.program import Assembly, Bind, Manner, geometries, keeps_host, on_storage
+from traceloom.workload.replay.schema import UnreadableSchemaError, parse_schema
+
+if TYPE_CHECKING:
+    import torch
+
+    from traceloom.workload.replay.communication import RunningGroups
+
+Pace = Literal["fast", "recorded"]
+Threads = Literal["one", "recorded"]
+
+_MEDIAN_WITHIN = 0.02
+_CONFIDENCE = 0.95
+_WARM_PASSES, _WARM_S = 2, 1.0
+# Passes that are recorded, those before, and those in which the recorder takes its graph step.
+_RECORDED, _WARM_RECORDED, _AFTER_RECORDED = 5, 3, 3
+_MUCH = 1e6
+"""Sums of floats that changed over passes: beyond this mean magnitude they get their first content again."""
+_VARIABLES = ("OMP_", "MKL_", "KMP_", "GOMP_", "CUDA_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "HIP_", "LD_PRELOAD")
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What the user wants of a run.
+
+    Attributes:
+        device: `cpu`, `cuda`, `xpu`; None: as recorded where there is one, else the CPU.
+        pace: `fast`: one op after the other; `recorded`: with the host's gaps between them.
+        iterations: How many timed passes; None: until the median is known to 2 %.
+        max_time_s: No pass begins later than this after the first.
+        timeout_s: Of a collective.
+        memory_limit: Bytes that the tensors of a rank may take; None: what is free.
+        seed: Of the contents and of ops that draw random numbers.
+        backend: Of torch.distributed; None: what serves the device.
+        ranks: Recorded ranks that run; None: all.
+        stand_ins: Whether what cannot be run takes its recorded time.
+        strict: Whether the first op that fails ends the run.
+        threads: `one` thread that calls all ops, or as `recorded`.
+        imports: Modules that bring custom ops.
+        trust: Whether the sources of compiled kernels, which came with the trace, are executed.
+        record: Directory for a capture of some further passes; None: none is made.
+        force: Whether an earlier capture there is replaced.
+    """
+
+    device: str | None = None
+    pace: Pace = "fast"
+    iterations: int | None = None
+    max_time_s: float = 60.0
+    timeout_s: float = 300.0
+    memory_limit: int | None = None
+    seed: int = 0
+    backend: str | None = None
+    ranks: tuple[int, ...] | None = None
+    stand_ins: bool = False
+    strict: bool = False
+    threads: Threads = "one"
+    imports: tuple[str, ...] = ()
+    trust: bool = False
+    record: str | None = None
+    force: bool = False
+
+
+def is_known(values: Sequence[int], within: float = _MEDIAN_WITHIN) -> bool:
+    """Whether the median of what these are samples of is known: its interval of 95 % reaches so far to either side.
+
+    The interval lies between two of the values, whatever their distribution; below six values there is none.
+    """
+    count = len(values)
+    below, left_out = 0.0, 0
+    while (below := below + math.comb(count, left_out) / 2**count) <= (1 - _CONFIDENCE) / 2:
+        left_out += 1
+    if not left_out:
+        return False
+    ordered = sorted(values)
+    return ordered[count - left_out] - ordered[left_out - 1] <= 2 * within * ordered[count // 2]
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Memory that tensors of this device can still take; None where the system does not say."""
+    if device.type != "cpu":
+        import torch
+
+        return int(torch.get_device_module(device).mem_get_info(device)[0])
+    free = []
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        free += [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+        limit, used = (
+            Path("/sys/fs/cgroup", name).read_text(encoding="ascii").strip()
+            for name in ("memory.max", "memory.current")
+        )
+        free += [int(limit) - int(used)] if limit.isdigit() else []
+    except (OSError, ValueError):
+        pass
+    return min(free, default=None)
+
+
+def check_memory(
+    plan: RankPlan, device: torch.device, limit: int | None, sharing: int, needed: Collection[int] | None = None
+) -> None:
+    """See that the tensors of a plan have room, before the first of them is allocated.
+
+    Args:
+        plan: Of one rank.
+        device: Where it runs.
+        limit: What the user allows.
+        sharing: Processes that share the memory.
+        needed: The storages that are allocated; None: all.
+
+    Raises:
+        InputError: slug `too-little-memory`.
+    """
+    storages = plan.storages if needed is None else plan.storages.filter(pl.col("storage").is_in(list(needed)))
+    peak, free = plan.peak_bytes(storages), free_bytes(device)
+    allowed = [(limit, "--memory-limit allows")] if limit is not None else []
+    if free is not None:
+        shared = f" for each of {sharing} processes" if sharing > 1 else ""
+        allowed.append((free // sharing, f"this machine has free on {device.type}{shared}"))
+    for most, what in allowed:
+        if peak > most:
+            raise InputError(
+                f"the tensors of rank {plan.rank} take {units.size(peak)}, and {units.size(most)} is what {what}",
+                slug="too-little-memory",
+                hint="replay a part with --scope or --steps, or fewer ranks with --ranks",
+            )
+
+
+def device_of(plan: ReplayPlan, options: RunOptions, process: int) -> tuple[torch.device, tuple[Notice, ...]]:
+    """Where a process runs its plan, and what must be said about that.
+
+    Raises:
+        InputError: slug `no-device`.
+    """
+    import torch
+
+    recorded = {str(name).partition(":")[0] for rank_plan in plan for name in rank_plan.storages["device"].unique()} - {
+        "cpu",
+        "meta",
+    }
+    kind = options.device or next((name for name in sorted(recorded) if _is_there(name)), "cpu")
+    if kind != "cpu" and not _is_there(kind):
+        raise InputError(
+            f"this torch ({torch.__version__}) has no device of the kind {kind} here",
+            slug="no-device",
+            hint="leave --device out to run on what is there, or install a torch for it",
+        )
+    notices: tuple[Notice, ...] = ()
+    if recorded != {kind} - {"cpu"}:
+        was = " and ".join(sorted(recorded)) or "cpu"
+        text = f"recorded on {was}, replayed on {kind}: times of ops are those of this device, not of the recorded one"
+        notices = (Notice("other-device", "warning", text),)
+    if kind == "cpu":
+        return torch.device("cpu"), notices
+    module: Any = torch.get_device_module(kind)
+    index = int(os.environ.get("LOCAL_RANK", process)) % module.device_count()
+    module.set_device(index)
+    return torch.device(kind, index), notices
+
+
+def _is_there(kind: str) -> bool:
+    import torch
+
+    try:
+        return kind == "cpu" or bool(torch.get_device_module(kind).is_available())
+    except (RuntimeError, AttributeError):
+        return False
+
+
+def import_ops(modules: Sequence[str]) -> frozenset[str]:
+    """Import what brings custom ops, also from the current folder; returns the namespaces that came with it.
+
+    Raises:
+        UsageError: slug `no-such-module`.
+    """
+    import torch
+
+    def namespaces() -> set[str]:
+        return {name.partition("::")[0] for name in torch._C._dispatch_get_all_op_names()}  # noqa: SLF001
+
+    before = namespaces()
+    sys.path += [str(Path.cwd())] if modules else []
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:  # noqa: PERF203  (there are few)
+            hint = "install it, or start where it lies"
+            raise UsageError(f"--import {module}: {error}", slug="no-such-module", hint=hint) from error
+    return frozenset(namespaces() - before)
+
+
+def copied_asynchronously(plan: RankPlan) -> frozenset[int]:
+    """The storages that ops copy without waiting: on the host the program had pinned them, or it would have waited."""
+    calls = []
+    for call, schema, arguments in plan.calls.select("call", "schema", "arguments").iter_rows():
+        try:
+            names = [argument.name for argument in parse_schema(schema).arguments] if "non_blocking" in schema else []
+        except UnreadableSchemaError:  # which does not run
+            continue
+        values = dict(zip(names, msgspec.json.decode(arguments, type=list), strict=False))
+        calls += [call] if values.get("non_blocking") is True else []
+    inputs = plan.ops.filter(pl.col("call").is_in(calls))["inputs"].explode().drop_nulls()
+    return frozenset(plan.tensors["storage"].gather(inputs))
+
+
+class _Contents:
+    """The external storages of a plan that are needed, and the registers on them."""
+
+    def __init__(self, plan: RankPlan, device: torch.device, seed: int, needed: Collection[int]) -> None:
+        self._geometries = geometries(plan, device)
+        self._device, self._seed, self._keeps_host = device, seed, keeps_host(plan, device)
+        self._pinned = copied_asynchronously(plan) if self._keeps_host else frozenset()
+        external = plan.storages.filter("external", pl.col("storage").is_in(list(needed)))
+        on = plan.tensors.filter(pl.col("storage").is_in(external["storage"].implode()))
+        self._dtypes = dict(on.group_by("storage", maintain_order=True).agg(pl.col("dtype").first()).iter_rows())
+        self._rows = {row["storage"]: row for row in external.to_dicts() if row["storage"] in self._dtypes}
+        self._storage_of = dict(on.select("tensor", "storage").iter_rows())
+        self._data: dict[int, list[tuple[int, bytes]]] = defaultdict(list)
+        for tensor, values in plan.data.select("tensor", "values").iter_rows():
+            if tensor in self._storage_of:
+                self._data[self._storage_of[tensor]].append((tensor, values))
+        self._whole = {storage: self._new(storage) for storage in self._rows}
+        self.tensors = {tensor: self._on(tensor) for tensor in self._storage_of}
+        self._versions = {row: tensor._version for row, tensor in self.tensors.items()}  # noqa: SLF001
+        self._kept: dict[int, torch.Tensor] = {}
+        self._floats: list[int] = []
+        self._moved: list[int] = []
+
+    def _new(self, storage: int) -> torch.Tensor:
+        import torch
+
+        row, dtype = self._rows[storage], getattr(torch, self._dtypes[storage])
+        elements = -(-row["bytes"] // dtype.itemsize)
+        content = {None: "floats", "data": "integers"}.get(row["content"], row["content"])
+        whole = filled(elements, dtype, content, row["low"], row["high"], seed=self._seed + storage)
+        for tensor, values in self._data[storage]:
+            held = on_storage(self._geometries[tensor], whole)
+            held.copy_(torch.frombuffer(bytearray(values), dtype=held.dtype).view(held.shape))
+        if self._keeps_host and row["device"] == "cpu":
+            return whole.pin_memory() if storage in self._pinned else whole
+        return whole.to(self._device)
+
+    def _on(self, tensor: int) -> torch.Tensor:
+        # No view of the whole: some ops refuse to work in place on views.
+        return on_storage(self._geometries[tensor], self._whole[self._storage_of[tensor]])
+
+    def find_changes(self, registers: Sequence[Any], unseen: Collection[int] = ()) -> None:
+        """After a pass: which storages ops write to, and which tensors they gave another geometry or storage.
+
+        Args:
+            registers: As the pass began.
+            unseen: Storages that may have been written to without PyTorch's knowledge.
+        """
+        written = {
+            self._storage_of[row]
+            for row, version in self._versions.items()
+            if registers[row]._version != version  # noqa: SLF001
+        } | (self._whole.keys() & unseen)
+        for storage in sorted(written):
+            if self._whole[storage].dtype.is_floating_point:
+                self._floats.append(storage)
+            else:
+                self._kept[storage] = self._new(storage)
+        self._moved = [
+            row
+            for row in self.tensors
+            if tuple(registers[row].shape) != self._geometries[row].shape
+            or registers[row].untyped_storage().data_ptr()
+            != self._whole[self._storage_of[row]].untyped_storage().data_ptr()
+        ]
+
+    def restore(self, registers: list[Any], *, floats: bool = True) -> None:
+        """Before a pass: integers as they were, because they may be indices; floats that have grown beyond use."""
+        for storage, content in self._kept.items():
+            self._whole[storage].copy_(content)
+        for storage in self._floats if floats else ():
+            whole = self._whole[storage]
+            if not float(whole.float().sum().abs()) < _MUCH * max(1, whole.numel()):
+                whole.copy_(self._new(storage))
+        for row in self._moved:
+            registers[row] = self._on(row)
+
+
+class Execution:
+    """A rank's plan that has been run once, and can be run again.
+
+    Args:
+        plan: Of one rank.
+        device: Where.
+        options: How.
+        communication: Groups of the ranks that run; None where this process runs alone.
+        sharing: Processes that share this machine's memory.
+        bind: Binds calls.
+        kernels: Binds compiled kernels; None: stand-ins take their places.
+
+    Raises:
+        InputError: slug `too-little-memory`.
+        CheckError: slug `op-failed`, with `strict`.
+    """
+
+    def __init__(
+        self,
+        plan: RankPlan,
+        device: torch.device,
+        options: RunOptions,
+        communication: RunningGroups | None = None,
+        sharing: int = 1,
+        *,
+        bind: Bind = binding.bind,
+        kernels: KernelLoader | None = None,
+    ) -> None:
+        import torch
+
+        manner = Manner(
+            device, bind, communication, kernels or KernelLoader(plan, device), options.pace == "recorded",
+            options.threads == "recorded", options.stand_ins,
+        )  # fmt: skip
+        assembly = Assembly(plan, manner)
+        check_memory(plan, device, options.memory_limit, sharing, assembly.needed)
+        torch.manual_seed(options.seed)
+        self.plan = plan
+        self.device = device
+        self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+        self._cpu_clock = time.thread_time_ns if torch.get_num_threads() == 1 else time.process_time_ns
+        with torch.no_grad():
+            self._contents = _Contents(plan, device, options.seed, assembly.needed)
+            self.program, self.stand_ins = assembly.program(self._contents.tensors)
+            self.program.settle(*([self._end] if options.strict else []))
+            self._contents.find_changes(self.program.registers, assembly.written_unseen)
+
+    def _end(self, op: int, text: str) -> None:
+        """End the run at an op that failed."""
+        row = _with_arguments(self.plan, {op: text}).row(0, named=True)
+        raise CheckError(
+            f"{row['name']}: {row['text']}",
+            slug="op-failed",
+            where=f"op {op}" if row["node"] is None else f"node {row['node']}",
+        )
+
+    def once(
+        self,
+        *,
+        timed: bool = False,
+        recorded: bool = False,
+        within: Callable[..., Any] | None = None,
+        begin: Callable[[], None] | None = None,
+    ) -> tuple[int, int]:
+        """One pass: wall time and processor time of the process, ns.
+
+        Args:
+            timed: With a timer around each op: `program.times` holds what it read.
+            within: Makes each call, see `Program.run_within`.
+            recorded: Somebody looks on: nothing runs that is not of the plan, but for what it needs to run at all.
+            begin: Waits for the other ranks.
+        """
+        import torch
+
+        with torch.no_grad():
+            self._contents.restore(self.program.registers, floats=not recorded)
+            run = self.program.run_once
+            if timed:
+                run = partial(self.program.run_timed, self._cpu_clock)
+            elif within:
+                run = partial(self.program.run_within, within)
+            self._synchronize()
+            if begin:
+                begin()
+            cpu, wall = time.process_time_ns(), time.perf_counter_ns()
+            run()
+            self._synchronize()
+            return time.perf_counter_ns() - wall, time.process_time_ns() - cpu
+
+    def peak_bytes(self) -> int:
+        """Most bytes of tensors alive at once."""
+        return int(self._module.max_memory_allocated()) if self._module else self.program.peak_bytes
+
+    def _synchronize(self) -> None:
+        if self._module:
+            self._module.synchronize()
+
+
+def record_passes(
+    execution: Execution,
+    directory: str,
+    of: str,
+    *,
+    force: bool = False,
+    begin: Callable[[], None] | None = None,
+) -> None:
+    """Record some passes, each as a step, as `traceloom record` does: one of them as the graph step.
+
+    Args:
+        execution: What is recorded.
+        directory: Of the capture.
+        of: The run that is replayed, for the capture to name.
+        force: Whether it may replace an earlier one.
+        begin: Waits for the other ranks before a pass.
+
+    Raises:
+        OutputError: `capture-exists`, `not-writable`.
+    """
+    with traceloom.record(directory, steps=_RECORDED, force=force, memory=True, quiet=True, replay_of=of):
+        for _ in range(_WARM_RECORDED + _RECORDED + _AFTER_RECORDED):
+            execution.once(recorded=True, begin=begin)
+            traceloom.step()
+
+
+def run_passes(
+    execution: Execution,
+    options: RunOptions,
+    *,
+    begin: Callable[[], None] | None = None,
+    agree: Callable[[bool], bool] = bool,
+    say: Callable[[str], None] = lambda _: None,
+) -> RankReplayed:
+    """Run a rank's plan until its time is known; passes with a timer around each op come in between.
+
+    Args:
+        execution: The plan, run once.
+        options: How many.
+        begin: Waits for the other ranks before a pass.
+        agree: Whether any rank goes on, given whether this one does.
+        say: Told how far it is.
+    """
+    import resource
+
+    walls: list[int] = []
+    processor: list[int] = []
+    times: list[pl.DataFrame] = []
+    gc.collect()
+    gc.disable()  # as it would fall into one pass or another
+    try:
+        started, goes_on = time.monotonic(), True
+        for _ in range(_WARM_PASSES):
+            if agree(time.monotonic() - started < _WARM_S):
+                execution.once(begin=begin)
+        started = time.monotonic()
+        while goes_on:
+            wall, cpu = execution.once(begin=begin)
+            walls.append(wall)
+            processor.append(cpu)
+            execution.once(timed=True, begin=begin)
+            times.append(execution.program.times())
+            say(f"pass {len(walls)}: {units.duration(wall)}")
+            enough = len(walls) >= options.iterations if options.iterations is not None else is_known(walls)
+            goes_on = agree(not enough and time.monotonic() - started < options.max_time_s)
+    finally:
+        gc.enable()
+    ops = (
+        pl.concat(times)
+        .group_by("op", maintain_order=True)
+        .agg(pl.col("duration_ns").alias("durations_ns"), pl.col("cpu_ns"))
+    )
+    notices = []
+    try:
+        on_gpu = device_times(execution, begin)
+    except TraceloomError as error:
+        text = f"how long the GPU worked for each op could not be measured: {error.message}"
+        notices.append(Notice("no-gpu-times", "warning", text, rank=execution.plan.rank))
+        on_gpu = GPU_TIMES.to_frame()
+    if options.iterations is None and not is_known(walls):
+        text = f"after {units.count_of(len(walls), 'pass')} the median time of a pass is not known to 2 %"
+        notices.append(Notice("median-unsure", "warning", text, rank=execution.plan.rank))
+    program = execution.program
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return RankReplayed(
+        execution.plan.rank, tuple(walls), tuple(processor),
+        ops.join(on_gpu, on="op", how="left", maintain_order="left"), execution.peak_bytes(), resident,
+        _with_arguments(execution.plan, program.failures), _with_arguments(execution.plan, program.replaced),
+        execution.stand_ins, tuple(notices),
+    )  # fmt: skip
+
+
+def _with_arguments(plan: RankPlan, texts: dict[int, str]) -> pl.DataFrame:
+    """Ops about which there is something to say, and the arguments with which they were called."""
+    about = pl.DataFrame({"op": list(texts), "text": list(texts.values())}, schema={"op": pl.UInt32, "text": pl.String})
+    return (
+        plan.ops.select("op", "node", "name", "call")
+        .join(about, on="op", maintain_order="left")
+        .join(plan.calls.select("call", "arguments"), on="call", how="left", maintain_order="left")
+        .with_columns(pl.concat_str("text", pl.format(" (arguments {})", "arguments"), ignore_nulls=True))
+        .select(*FAILURES)
+    )
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """What else a time depends on."""
+    import torch
+
+    name = platform.processor() or platform.machine()
+    if device.type != "cpu":
+        name = torch.get_device_module(device).get_device_name(device)
+    return {
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "device_name": name,
+        "processors": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "flush_denormal": device.type == "cpu",
+        "variables": {key: value for key, value in sorted(os.environ.items()) if key.startswith(_VARIABLES)},
+    }

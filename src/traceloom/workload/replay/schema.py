@@ -1,0 +1,391 @@
+"""Operator schemas; which ops may run.
+
+Planning reads files and needs no torch; only the modules that run a plan import it, when they do.
+
+A text such as `aten::add_.Tensor(Tensor(a!) self, Tensor other, *, Scalar alpha=1) -> Tensor(a!)` says what an operator
+takes, what it returns, and what it writes to. Every spelling since PyTorch 1.13 is read; nothing here needs torch.
+
+Allowed is what computes on tensors, and nothing else. An op is refused unless its namespace is allowed, its types are
+those of plain data, it takes or gives a tensor, each text that it takes is a choice (`reduction="mean"`), and it is
+not among the few that follow addresses in their arguments. Whatever PyTorch adds is thereby refused where it takes a
+file's name, an object, or a function. How much memory an op may use is looked at where the plan is run.
+
+A schema in a trace is the stranger's word too: before an op runs, the same is looked up in PyTorch's own schema of it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+# Text in quotes, arrows and ellipses, numbers, names (with `::`, `.` and letters of overloads), single signs.
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|->|\.\.\.|-inf|-?\d[\w.]*(?:(?<=e)[-+]\d+)?|[A-Za-z_][\w.:]*|[^\s]')
+_HOLDERS = frozenset({"Dict", "Future", "RRef", "Await"})  # types stand in their brackets, an alias in others'
+_CONSTANTS = {
+    "None": None,
+    "True": True,
+    "False": False,
+    "inf": float("inf"),
+    "-inf": -float("inf"),
+    "nan": float("nan"),
+}
+
+
+class UnreadableSchemaError(ValueError):
+    """A text is no operator schema: what was expected, and what stands there."""
+
+
+class MemoryAlias(NamedTuple):
+    """Which memory a value may share with others.
+
+    Attributes:
+        sets: Names of the sets it belongs to; `*` may be anything.
+        after: The sets after the call; the same ones unless the text has an arrow.
+        write: Whether the op writes to it.
+    """
+
+    sets: frozenset[str]
+    after: frozenset[str]
+    write: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ValueType:
+    """The type of an argument or a returned value.
+
+    Attributes:
+        base: `Tensor`, `int`, `SymInt`, `ScalarType`, ..., a class's full name, `list`, `tuple`, or what stands before
+            brackets (`Dict`, `Future`).
+        inner: Types of what it holds: one of a list, several of a tuple or a dictionary, none otherwise.
+        size: Fixed length of a list, which a single value may stand for too; None: any length.
+        optional: Whether None may stand there.
+        alias: Its memory; None where the text says nothing.
+    """
+
+    base: str
+    inner: tuple[ValueType, ...] = ()
+    size: int | None = None
+    optional: bool = False
+    alias: MemoryAlias | None = None
+
+    @property
+    def leaf(self) -> str:
+        """What a list, or a list of lists, is made of in the end; the base of anything else."""
+        return self.inner[0].leaf if self.base == "list" else self.base
+
+    @property
+    def bases(self) -> frozenset[str]:
+        """Every base within, lists and tuples themselves excepted."""
+        if not self.inner:
+            return frozenset((self.base,))
+        own = () if self.base in {"list", "tuple"} else (self.base,)
+        return frozenset(own).union(*(part.bases for part in self.inner))
+
+    @property
+    def aliases(self) -> tuple[MemoryAlias, ...]:
+        """Its own alias and those of what it holds."""
+        own = () if self.alias is None else (self.alias,)
+        return own + tuple(alias for part in self.inner for alias in part.aliases)
+
+    @property
+    def writes(self) -> bool:
+        """Whether the op writes to it, or to something that it holds."""
+        return any(alias.write for alias in self.aliases)
+
+
+@dataclass(frozen=True, slots=True)
+class SchemaArgument:
+    """An argument: name, type, whether it is given by keyword only, and its default if it has one."""
+
+    name: str
+    type: ValueType
+    keyword_only: bool
+    has_default: bool
+    default: Any
+
+
+class SchemaReturn(NamedTuple):
+    """A returned value; the name is empty where the text has none."""
+
+    name: str
+    type: ValueType
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorSchema:
+    """An operator as its schema declares it.
+
+    Attributes:
+        text: The schema as given.
+        namespace: `aten` of `aten::add.Tensor`.
+        name: `add`.
+        overload: `Tensor`; empty for the default one.
+        arguments: In order.
+        returns: In order.
+        varargs: Whether it takes further arguments of any type (`...`).
+        mutates: Positions of the arguments that it writes to.
+        is_view: Whether a returned value shares memory with an argument that is not written to.
+    """
+
+    text: str
+    namespace: str
+    name: str
+    overload: str
+    arguments: tuple[SchemaArgument, ...]
+    returns: tuple[SchemaReturn, ...]
+    varargs: bool
+    mutates: tuple[int, ...]
+    is_view: bool
+
+    @property
+    def qualified(self) -> str:
+        """Namespace, name and overload, as PyTorch writes them: `aten::add.Tensor`."""
+        return f"{self.namespace}::{self.name}" + (f".{self.overload}" if self.overload else "")
+
+
+@lru_cache(maxsize=8192)
+def parse_schema(text: str) -> OperatorSchema:
+    """Read a schema.
+
+    Raises:
+        UnreadableSchemaError: the text is no schema.
+    """
+    try:
+        return _Scanner(text).schema()
+    except RecursionError:
+        raise UnreadableSchemaError(
+            f"expected an operator schema, got brackets within brackets: {text[:80]!r}"
+        ) from None
+
+
+class _Scanner:
+    """Goes through the tokens of one schema from left to right."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.tokens = _TOKEN.findall(text)
+        self.at = 0
+
+    @property
+    def next(self) -> str:
+        """The token that comes next; empty behind the last."""
+        return self.tokens[self.at] if self.at < len(self.tokens) else ""
+
+    def passes(self, token: str) -> bool:
+        """Step over a token if it comes next."""
+        if self.next != token:
+            return False
+        self.at += 1
+        return True
+
+    def need(self, token: str) -> None:
+        if not self.passes(token):
+            raise UnreadableSchemaError(f"expected {token!r}, got {self.next!r} in the schema {self.text!r}")
+
+    def word(self) -> str:
+        word = self.next
+        if not (word[:1].isalpha() or word[:1] == "_"):
+            raise UnreadableSchemaError(f"expected a name, got {word!r} in the schema {self.text!r}")
+        self.at += 1
+        return word
+
+    def schema(self) -> OperatorSchema:
+        qualified = self.word()
+        namespace, colons, rest = qualified.partition("::")
+        if not colons or not rest:
+            raise UnreadableSchemaError(f"expected NAMESPACE::NAME, got {qualified!r} in the schema {self.text!r}")
+        name, _, overload = rest.partition(".")
+        arguments, varargs = self.arguments()
+        self.need("->")
+        returns = self.returns()
+        if self.next:
+            raise UnreadableSchemaError(f"expected the end, got {self.next!r} in the schema {self.text!r}")
+        mutates = tuple(at for at, argument in enumerate(arguments) if argument.type.writes)
+        read = {name for argument in arguments for a in argument.type.aliases if not a.write for name in a.sets}
+        shared = {name for value in returns for alias in value.type.aliases for name in alias.sets}
+        is_view = bool(shared & read - {"*"})
+        return OperatorSchema(self.text, namespace, name, overload, arguments, returns, varargs, mutates, is_view)
+
+    def arguments(self) -> tuple[tuple[SchemaArgument, ...], bool]:
+        """The arguments in brackets, and whether `...` stands among them."""
+        arguments: list[SchemaArgument] = []
+        keyword_only = varargs = False
+        self.need("(")
+        while not self.passes(")"):
+            if self.passes("*"):
+                keyword_only = True
+            elif self.passes("..."):
+                varargs = True
+            else:
+                kind = self.type()
+                # JIT's own operators may leave the name out.
+                name = self.word() if self.next not in {",", ")", "="} else f"_{len(arguments)}"
+                has_default = self.passes("=")
+                default = self.default(kind) if has_default else None
+                if kind.base == "list" and default is not None and not isinstance(default, list):
+                    default = [default] * (kind.size or 1)  # of a list of fixed length (`int[2]=1`)
+                arguments.append(SchemaArgument(name, kind, keyword_only, has_default, default))
+            if self.next != ")":
+                self.need(",")
+        return tuple(arguments), varargs
+
+    def returns(self) -> tuple[SchemaReturn, ...]:
+        if self.passes("..."):
+            return ()
+        if self.next != "(":
+            kind = self.type()
+            return (SchemaReturn(self.word() if self.next else "", kind),)
+        values = []
+        start = self.at
+        self.at += 1
+        while not self.passes(")"):
+            if self.passes("..."):
+                continue
+            kind = self.type()
+            values.append(SchemaReturn(self.word() if self.next not in {",", ")"} else "", kind))
+            if self.next != ")":
+                self.need(",")
+        if (
+            self.next
+        ):  # what stood in brackets was the type of a tuple, such as `((Tensor, t)[])` without its outer ones
+            self.at = start
+            return (SchemaReturn("", self.type()),)
+        return tuple(values)
+
+    def type(self) -> ValueType:
+        """A type with what stands behind it: alias, `?`, `[]`, `[2]`, as often as they come."""
+        if self.passes("("):
+            kind = ValueType("tuple", self.types())
+        else:
+            base = self.word()
+            holds = base in _HOLDERS and self.passes("(")
+            kind = ValueType(base, self.types() if holds else ())
+        while True:
+            if self.next == "(":
+                kind = ValueType(kind.base, kind.inner, kind.size, kind.optional, self.alias())
+            elif self.passes("?"):
+                kind = ValueType(kind.base, kind.inner, kind.size, True, kind.alias)
+            elif self.passes("["):
+                size = int(self.next) if self.next.isdecimal() and len(self.next) < 4 else None
+                self.at += size is not None
+                self.need("]")
+                kind = ValueType("list", (kind,), size)
+            else:
+                return kind
+
+    def types(self) -> tuple[ValueType, ...]:
+        """Types between commas, up to a bracket that was opened before."""
+        inner = []
+        while not self.passes(")"):
+            inner.append(self.type())
+            if self.next != ")":
+                self.need(",")
+        return tuple(inner)
+
+    def alias(self) -> MemoryAlias:
+        """`(a)`, `(a!)`, `(a|b -> *)`, ..."""
+        self.need("(")
+        sets = [self.alias_set()]
+        while self.passes("|"):
+            sets.append(self.alias_set())
+        write = self.passes("!")
+        after = list(sets)
+        if self.passes("->"):
+            after = [self.alias_set()]
+            while self.passes("|"):
+                after.append(self.alias_set())
+        self.need(")")
+        return MemoryAlias(frozenset(sets), frozenset(after), write)
+
+    def alias_set(self) -> str:
+        return "*" if self.passes("*") else self.word()
+
+    def default(self, kind: ValueType) -> Any:
+        """A default value: numbers as the type wants them, names of enums as text."""
+        if self.passes("["):
+            items = []
+            while not self.passes("]"):
+                items.append(self.default(kind.inner[0] if kind.inner else kind))
+                if self.next != "]":
+                    self.need(",")
+            return items
+        token = self.next
+        self.at += 1
+        if token in _CONSTANTS:
+            return _CONSTANTS[token]
+        if token[:1].isalpha() or token[:1] == "_":
+            return token
+        try:
+            value = ast.literal_eval(token)
+        except (SyntaxError, ValueError):
+            raise UnreadableSchemaError(f"expected a default value, got {token!r} in {self.text!r}") from None
+        return float(value) if kind.leaf == "float" and type(value) is int else value
+
+
+NAMESPACES = frozenset({"aten", "prims"})
+
+# What values may be. Dictionaries, classes, futures, streams, enumerations and values of any type are not data.
+_DATA = frozenset({
+    "Tensor", "int", "SymInt", "float", "SymFloat", "bool", "SymBool", "Scalar", "number", "complex", "str",
+    "ScalarType", "Layout", "MemoryFormat", "Device", "Generator", "QScheme", "Storage",
+})  # fmt: skip
+# Arguments whose text chooses among ways to compute.
+CHOICES = frozenset({
+    "UPLO", "activation", "algorithm", "approximate", "attr", "binary_attr", "driver", "equation", "indexing",
+    "interpolation", "mode", "norm", "ord", "p", "pad_mode", "padding", "padding_mode", "padding_side", "reduce",
+    "rounding_mode", "side", "unary_algorithm", "unary_attr",
+})  # fmt: skip
+# Their tensors hold the address of an object, or indices and offsets that nobody checks: with other contents they read
+# and write memory that is not theirs.
+_UNSAFE = frozenset({
+    "aten::_nested_view_from_buffer", "aten::_nested_view_from_buffer_copy", "aten::_sparse_bsc_tensor_unsafe",
+    "aten::_sparse_bsr_tensor_unsafe", "aten::_sparse_compressed_tensor_unsafe", "aten::_sparse_coo_tensor_unsafe",
+    "aten::_sparse_csc_tensor_unsafe", "aten::_sparse_csr_tensor_unsafe", "aten::_unsafe_index",
+    "aten::_unsafe_index_put", "aten::_unsafe_masked_index", "aten::_unsafe_masked_index_put_accumulate",
+    "aten::_wrapped_quantized_linear_prepacked",
+    "aten::fbgemm_linear_fp16_weight", "aten::fbgemm_linear_fp16_weight_fp32_activation",
+    "aten::fbgemm_linear_int8_weight", "aten::fbgemm_linear_int8_weight_fp32_activation",
+    "aten::quantized_gru_cell", "aten::quantized_lstm_cell", "aten::quantized_rnn_relu_cell",
+    "aten::quantized_rnn_tanh_cell",
+})  # fmt: skip
+
+NEVER_GIVEN = frozenset({"pin_memory", "unsafe"})
+"""Arguments that are left to their defaults: pinning is of one device alone, and indices are always checked."""
+
+
+class Refusal(NamedTuple):
+    """Why an op is not run: `custom-op` where the user may allow its namespace, `refused-op` where nobody may."""
+
+    slug: str
+    text: str
+
+
+def refusal(schema: OperatorSchema, further: frozenset[str] = frozenset()) -> Refusal | None:
+    """Why an op must not be run; None where it may.
+
+    Args:
+        schema: The op.
+        further: Namespaces that the user allows besides `NAMESPACES`: those of modules that were imported at wish.
+    """
+    if schema.namespace not in NAMESPACES | further:
+        text = f"ops of the namespace {schema.namespace!r} run only with --import and the module that brings them"
+        return Refusal("custom-op", text)
+    name = f"{schema.namespace}::{schema.name}"
+    if name in _UNSAFE:
+        return Refusal("refused-op", f"{name} follows addresses or indices that it does not check")
+    types = [argument.type for argument in schema.arguments] + [value.type for value in schema.returns]
+    bases = {base for kind in types for base in kind.bases}
+    if schema.varargs or bases - _DATA:
+        return Refusal(
+            "refused-op",
+            f"{name} takes or gives what is no plain data: {', '.join(sorted(bases - _DATA)) or 'anything'}",
+        )
+    if "Tensor" not in bases:
+        return Refusal("refused-op", f"{name} computes on no tensor")
+    for argument in schema.arguments:
+        if "str" in argument.type.bases and argument.name not in CHOICES:
+            return Refusal("refused-op", f"{name} takes a text that is no choice: {argument.name!r}")
+    return None

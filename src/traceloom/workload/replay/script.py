@@ -1,0 +1,355 @@
+"""The same instructions printed as a Python file.
+
+Scripts have `import torch` at their top; the imports within the functions are left out of the copies.
+"""
+
+from __future__ import annotations
+
+import inspect
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import polars as pl
+
+from traceloom import __version__
+from traceloom.errors import UsageError, nearest
+from traceloom.system import units
+from traceloom.workload.replay import contents
+from traceloom.workload.replay.plan import RUN, RankPlan, ReplayPlan
+from traceloom.workload.replay.rank_text import Functions, RankText
+
+if TYPE_CHECKING:
+    import torch
+
+
+def on_storage(
+    tensor: torch.Tensor, dtype: torch.dtype, offset: int, shape: Sequence[int], strides: Sequence[int]
+) -> torch.Tensor:
+    """Another look at the memory of a tensor; offset and strides in elements."""
+    import torch
+
+    return torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage(), offset, shape, strides)
+
+
+def stand_in(nanoseconds: int, *tensors: tuple[Sequence[int], Sequence[int], torch.dtype, str]) -> list[Any]:
+    """Take the time of an op that cannot be run here, and give tensors of zeros for its own, each on its device."""
+    import torch
+
+    end = time.perf_counter_ns() + nanoseconds
+    made = [
+        torch.empty_strided(shape, strides, dtype=dtype, device=device).zero_()
+        for shape, strides, dtype, device in tensors
+    ]
+    while time.perf_counter_ns() < end:
+        pass
+    return made
+
+
+def flat(values: Any) -> Iterator[Any]:
+    """What an op returns, lists within it taken apart."""
+    if isinstance(values, (list, tuple)):
+        for value in values:
+            yield from flat(value)
+    else:
+        yield values
+
+
+def as_recorded(tensor: torch.Tensor, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """The tensor, or zeros of the recorded shape where the contents led to another one."""
+    import torch
+
+    if tuple(tensor.shape) == tuple(shape) and tensor.dtype == dtype:
+        return tensor
+    return torch.empty_strided(shape, strides, dtype=dtype, device=tensor.device).zero_()
+
+
+class Awaited(list[Any]):
+    """What several collectives that are one started."""
+
+    def wait(self) -> None:
+        """Wait for all of them."""
+        for work in self:
+            work.wait()
+
+
+def timed(call: Callable[[], Any], runs: int, device: str) -> list[int]:
+    """Nanoseconds of each run; of as many as half a second takes, 5 to 200, where `runs` is 0."""
+    import torch
+
+    def wait() -> None:
+        if not device.startswith("cpu"):
+            getattr(torch, device.partition(":")[0]).synchronize()
+
+    call()
+    times: list[int] = []
+    began = time.perf_counter()
+    while len(times) < (runs or 5) or (not runs and len(times) < 200 and time.perf_counter() - began < 0.5):
+        wait()
+        start = time.perf_counter_ns()
+        call()
+        wait()
+        times.append(time.perf_counter_ns() - start)
+    return times
+
+
+def by_name(call: Callable[[], Any]) -> dict[str, float]:
+    """Nanoseconds of the host, in one run, in each op that no other op called; of GPU work that is its launch."""
+    import torch
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        call()
+    times: dict[str, float] = {}
+    for event in profile.events():
+        if event.cpu_parent is None:
+            times[event.name] = times.get(event.name, 0.0) + 1000 * event.cpu_time_total
+    return times
+
+
+def compared(recorded: Mapping[str, tuple[int, int]], here: Mapping[str, float]) -> Iterator[str]:
+    """What the calls of each op took together, recorded and here, as lines."""
+    yield f"{'recorded':>13} {'here':>13} {'ratio':>7}  calls of (time of the host)"
+    for name, (calls, nanoseconds) in recorded.items():
+        now = here.get(name)
+        ratio = f"{now / nanoseconds:7.2f}" if now is not None and nanoseconds else f"{'-':>7}"
+        shown = f"{now / 1e6:10.3f} ms" if now is not None else f"{'-':>13}"
+        yield f"{nanoseconds / 1e6:10.3f} ms {shown} {ratio}  {calls} {name}"
+
+
+def summary(times: Sequence[int], recorded: int | None = None) -> str:
+    """The median in words, beside what was recorded."""
+    median = statistics.median(times)
+    beside = f"; recorded: {recorded / 1e6:.3f} ms, {median / recorded:.2f} times that" if recorded else ""
+    return f"median of {len(times)}: {median / 1e6:.3f} ms{beside}"
+
+
+_SAYS_ONLY = ("#", '"""')  # scopes and times stand in comments and docstrings: ranks differ in these alone
+_IMPORTS = """\
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # PyTorch's profiler speaks otherwise
+
+import torch
+import torch.distributed as dist
+
+aten = torch.ops.aten
+"""
+_OPTIONS = """\
+    global DEVICE
+    parser = argparse.ArgumentParser(description="Run what was recorded, and time it.")
+    parser.add_argument("--runs", type=int, default=0, help="how many are timed (default: some)")
+    parser.add_argument("--device", default=DEVICE, help="where (default: as recorded)")
+    options = parser.parse_args()
+    DEVICE = options.device
+    if DEVICE.startswith("cuda") and not torch.cuda.is_available():
+        print("There is no CUDA device here; it runs on the processor, as far as that has the same ops.")
+        DEVICE = "cpu"
+    torch.manual_seed(0)
+    torch.set_flush_denormal(True)
+"""
+_JOIN = """\
+    if int(os.environ.get("WORLD_SIZE", "1")) != WORLD:
+        raise SystemExit(f"run it with: torchrun --nproc-per-node {WORLD} {os.path.basename(__file__)}")
+    if DEVICE.startswith("cuda"):
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if DEVICE.startswith("cuda") else "gloo")
+    rank = dist.get_rank()
+    group.update({name: dist.new_group(ranks) for name, ranks in GROUPS.items()})
+"""
+_MEASURE = """\
+    w = outside()
+    with torch.no_grad():
+        for _ in range(3):
+            step(w)
+        times = timed(lambda: step(w), RUNS, DEVICE)
+        here = by_name(lambda: step(w))
+    print(f"WHAT: {summary(times, STEP_NS)}")
+"""
+_COMPARE = """\
+    print(*compared(RECORDED, here), sep="\\n")
+"""
+_MEASURE_CASES = """\
+    with torch.no_grad():
+        for case in CASES:
+            print(f"{case.__doc__}\\n    here: {summary(timed(case(), options.runs, DEVICE))}")
+"""
+_RUN = """
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def write_script(plan: ReplayPlan, *, seed: int = 0, further: frozenset[str] = frozenset()) -> str:
+    """A plan as a Python file.
+
+    Args:
+        plan: Of all ranks, which then need `torchrun`; of fewer, the first runs alone, and recorded times stand in for
+            communication.
+        seed: Of the contents.
+        further: Namespaces of ops that are allowed besides PyTorch's own.
+    """
+    world = plan.world_size if len(plan.ranks) == plan.world_size else 1
+    first = next(iter(plan))
+    alike: dict[str, tuple[Functions, list[int]]] = {}
+    for of_rank in plan if world > 1 else [first]:
+        functions = Functions(RankText(of_rank, seed, further, alone=world == 1))
+        code = "\n".join(line for line in functions.write().splitlines() if not line.lstrip().startswith(_SAYS_ONLY))
+        alike.setdefault(code, (functions, []))[1].append(of_rank.rank)
+    parts = [functions.write() for functions, _ in alike.values()]
+    measure = _MEASURE.replace("RUNS", "options.runs or 20" if world > 1 else "options.runs")
+    measure = measure.replace("WHAT", "rank {rank}" if world > 1 else "step")
+    if len(alike) > 1:  # what ranks do differs: each takes its own
+        parts = [functions.write(f"_of_{ranks[0]}") for functions, ranks in alike.values()]
+        of_ranks = sorted((rank, ranks[0]) for _, ranks in alike.values() for rank in ranks)
+        rows = [f"    {rank}: (outside_of_{of}, step_of_{of})," for rank, of in of_ranks]
+        parts.append("\n".join(["# what each rank does", "FUNCTIONS = {", *rows, "}"]))
+        measure = "    outside, step = FUNCTIONS[rank]\n" + measure
+    main = [_options(plan)]
+    if world > 1:
+        main += [_JOIN, measure, f"    if rank == {first.rank}:\n    {_COMPARE}    dist.destroy_process_group()\n"]
+    else:
+        main += [measure, _COMPARE]
+    helpers = [contents.filled, on_storage, stand_in, flat, as_recorded,
+               Awaited]  # fmt: skip
+    always = [timed, by_name, compared, summary]
+    parts = [*_copies(helpers, parts), *_copies(always), *parts, "".join(main).rstrip()]
+    return _file(_about(plan, world, first), [f"DEVICE = {_device(first)!r}", *_numbers(plan, world, first)], parts)
+
+
+def write_worst(plan: ReplayPlan, op: str | None, slowest: int, *, seed: int = 0) -> str:
+    """The ops that took longest as a Python file: each with its shapes, strides and types, timed on its own.
+
+    Args:
+        plan: Whose ops are looked through, those of its first rank.
+        op: As `aten::mm`; None for all.
+        slowest: How many.
+        seed: Of the contents.
+
+    Raises:
+        UsageError: slug `no-such-op`.
+    """
+    of = next(iter(plan))
+    every = of.ops.filter(pl.col("action") == RUN)
+    ops = every if op is None else every.filter(pl.col("name") == op)
+    if op is not None and not ops.height:
+        names = every["name"].unique().sort().to_list()
+        hint = nearest(op, names) + "the table of operators of `traceloom report` has their names"
+        raise UsageError(f"no op of the plan is named `{op}`", slug="no-such-op", hint=hint)
+    text = RankText(of, seed, frozenset(), alone=True)
+    cases = distinct_calls(of, ops).sort("each_ns", "op", descending=[True, False], nulls_last=True)
+    parts: list[str] = []
+    for row, calls, each in cases.select("op", "calls", "each_ns").iter_rows():
+        if len(parts) == slowest:
+            break
+        first = text.ops[row]
+        took = "" if each is None else f", recorded: {units.duration(round(each))} each"
+        about = f"{first['name']}: {units.count_of(calls, 'call')}{took}"
+        if (case := text.case(len(parts) + 1, first, about)) is not None:
+            parts.append(case)
+    chosen = ", ".join(f"case_{k + 1}" for k in range(len(parts)))
+    copies = _copies([contents.filled, on_storage], parts)
+    copies += _copies([timed, summary])
+    main = (_options(plan) + _MEASURE_CASES).rstrip()
+    head = [f"The slowest ops of {plan.source}, each timed on its own.", *_versions(plan),
+             "", "    python FILE [--runs N] [--device cuda]"]  # fmt: skip
+    return _file(head, [f"DEVICE = {_device(of)!r}"], [*copies, *parts, f"CASES = [{chosen}]", main])
+
+
+def distinct_calls(plan: RankPlan, ops: pl.DataFrame) -> pl.DataFrame:
+    """Ops by call and by shapes, strides and types of what they take.
+
+    Args:
+        plan: Of a rank.
+        ops: Rows of its ops.
+
+    Returns:
+        One row per distinct call: op (the first), calls, each_ns (the median of their recorded times; null: unknown).
+    """
+    inputs = ops.select("op", pl.col("inputs").alias("tensor")).explode("tensor")
+    geometry = pl.struct("shape", "strides", "dtype").alias("geometries")
+    geometries = inputs.join(plan.tensors.select("tensor", geometry), on="tensor", how="left")
+    by_op = geometries.group_by("op", maintain_order=True).agg("geometries")
+    return (
+        ops.select("op", "call", pl.col("durations_ns").list.median().alias("each_ns"))
+        .join(by_op, on="op", how="left", maintain_order="left")
+        .group_by("call", "geometries", maintain_order=True)
+        .agg(pl.first("op"), pl.len().alias("calls"), pl.median("each_ns"))
+        .drop("call", "geometries")
+    )
+
+
+def _options(plan: ReplayPlan) -> str:
+    """The beginning of `main`."""
+    threads = f"    torch.set_num_threads({plan.threads})\n" if plan.threads else ""
+    return f"def main() -> None:\n{_OPTIONS}{threads}"
+
+
+def _file(about: Sequence[str], numbers: Sequence[str], parts: Iterable[str]) -> str:
+    comment = "\n".join("# " + ascii(line)[1:-1] if line else "#" for line in about)
+    return "\n\n\n".join([f"{comment}\n\n{_IMPORTS}" + "\n".join(numbers), *parts]) + _RUN
+
+
+def _about(plan: ReplayPlan, world: int, first: RankPlan) -> list[str]:
+    which = "" if plan.world_size == 1 else f", {world} ranks" if world > 1 else f", rank {first.rank} alone"
+    return [
+        f"A workload that was recorded, as a script that needs torch alone: {plan.source}{which}.",
+        *_versions(plan),
+        "",
+        f"    {f'torchrun --nproc-per-node {world}' if world > 1 else 'python'} FILE [--runs N] [--device cuda]",
+        "",
+        "What is done is what was recorded, op by op; what the tensors hold is made up, with seeds.",
+    ]
+
+
+def _versions(plan: ReplayPlan) -> list[str]:
+    return [f"Recorded with torch {plan.torch or '(unknown)'}; written by traceloom {__version__}."]
+
+
+def _device(plan: RankPlan) -> str:
+    """The kind of device that most storages of an accelerator are on; cpu where there is none."""
+    kinds = Counter(device.partition(":")[0] for device in plan.storages["device"])
+    return next((kind for kind, _ in kinds.most_common() if kind in {"cuda", "xpu", "hip", "mps"}), "cpu")
+
+
+def _numbers(plan: ReplayPlan, world: int, first: RankPlan) -> list[str]:
+    """The numbers of the original, and the process groups."""
+    step = first.steps["duration_ns"].median()
+    each = pl.col("durations_ns").list.median()
+    recorded = (
+        first.ops.filter(each.is_not_null())
+        .group_by("name")
+        .agg(pl.len().alias("calls"), each.sum().round().cast(pl.Int64).alias("ns"))
+        .sort("ns", "name", descending=[True, False])
+    )
+    lines = [
+        f"STEP_NS: int | None = {round(step) if isinstance(step, (int, float)) else None}  # recorded, the median",
+        "# recorded: how often each op was called, and the nanoseconds of the host that its calls took together",
+        "RECORDED = {",
+        *(f"    {name!a}: ({calls}, {total})," for name, calls, total in recorded.iter_rows()),
+        "}",
+    ]
+    if world > 1:
+        of = plan.groups.select("name", "ranks").iter_rows()
+        groups = [f"    {name!a}: {ranks or list(range(world))}," for name, ranks in of]
+        lines += [f"WORLD = {world}  # processes", "GROUPS = {", *groups, "}", "group: dict[str, Any] = {}"]
+    return lines
+
+
+def _copies(parts: Sequence[Any], within: Sequence[str] | None = None) -> list[str]:
+    """The sources of functions, without the import that a script has at its top; only of those that stand in texts."""
+    return [
+        inspect.getsource(part).replace("    import torch\n\n", "").rstrip()
+        for part in parts
+        if within is None or any(f"{part.__name__}(" in text for text in within)
+    ]

@@ -1,0 +1,397 @@
+"""Recorded arguments as typed values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import Struct
+
+from traceloom.workload.replay.plan import ITEM_BYTES
+from traceloom.workload.replay.schema import OperatorSchema, Refusal, ValueType, parse_schema, refusal
+
+CUT_AT = 4096  # elements of a list that PyTorch writes; it says so by writing one more
+ROUNDED = "rounded-number"
+CUT = "cut-list"
+UNKNOWN = "unknown-object"
+GUESSED = "guessed-number"
+_MOST = 1 << 50  # elements
+NO_TENSOR = ""  # a tensor that is not there (nullptr)
+_WORD = re.compile(r"[A-Za-z]\w*(?:\((?:[^()]|\([^()]*\))*\))?|[\[\],]")
+
+# Names of C++ types in host traces, on any platform, as PyTorch names them in Python.
+DTYPES = {
+    "float": "float32", "double": "float64", "int": "int32", "long int": "int64", "long": "int64",
+    "long long": "int64", "__int64": "int64", "short": "int16", "short int": "int16", "signed char": "int8",
+    "char": "int8", "unsigned char": "uint8", "bool": "bool", "unsigned short": "uint16",
+    "short unsigned int": "uint16", "unsigned int": "uint32", "unsigned long": "uint64", "long unsigned int": "uint64",
+    "c10::Half": "float16", "c10::BFloat16": "bfloat16", "c10::complex<c10::Half>": "complex32",
+    "c10::complex<float>": "complex64", "c10::complex<double>": "complex128",
+    "c10::Float8_e4m3fn": "float8_e4m3fn", "c10::Float8_e5m2": "float8_e5m2",
+    "c10::Float8_e4m3fnuz": "float8_e4m3fnuz", "c10::Float8_e5m2fnuz": "float8_e5m2fnuz",
+    "c10::Float8_e8m0fnu": "float8_e8m0fnu", "c10::Float4_e2m1fn_x2": "float4_e2m1fn_x2",
+    "c10::qint8": "qint8", "c10::quint8": "quint8", "c10::qint32": "qint32",
+}  # fmt: skip
+# c10::ScalarType, c10::Layout and c10::MemoryFormat by number, as they stand in c10/core.
+SCALAR_TYPES = (
+    "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "complex32", "complex64",
+    "complex128", "bool", "qint8", "quint8", "qint32", "bfloat16", "quint4x2", "quint2x4", "bits1x8", "bits2x4",
+    "bits4x2", "bits8", "bits16", "float8_e5m2", "float8_e4m3fn", "float8_e5m2fnuz", "float8_e4m3fnuz", "uint16",
+    "uint32", "uint64", "uint1", "uint2", "uint3", "uint4", "uint5", "uint6", "uint7", "int1", "int2", "int3", "int4",
+    "int5", "int6", "int7", "float8_e8m0fnu", "float4_e2m1fn_x2",
+)  # fmt: skip
+LAYOUTS = ("strided", "sparse_coo", "_mkldnn", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "jagged")
+MEMORY_FORMATS = ("contiguous_format", "preserve_format", "channels_last", "channels_last_3d")
+_ENUMS = {"ScalarType": ("dtype", SCALAR_TYPES), "Layout": ("layout", LAYOUTS)} | {
+    "MemoryFormat": ("memory_format", MEMORY_FORMATS)
+}
+_NOT_FINITE = frozenset({"inf", "-inf", "nan", "-nan", "Infinity", "-Infinity", "NaN"})
+
+encode = msgspec.json.Encoder().encode
+
+
+class RecordedGeometry(Struct, frozen=True, gc=False, cache_hash=True):
+    """What a host trace has of a tensor apart from its numbers.
+
+    Attributes:
+        shape: Lengths; of another number of elements where they are symbolic.
+        strides: In elements; None where the file has none.
+        dtype: PyTorch's name of the type.
+        span: Elements from its first to its last one, both counted.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    dtype: str
+    span: int
+
+
+class RecordedTensor(NamedTuple):
+    """A tensor as a host trace has it.
+
+    Attributes:
+        number: Its number there; used again after it died.
+        storage: The number of its storage; 0 where there is none.
+        identity: The same; of a tensor without one (sparse, symbolic) its own number, which is below 0 here.
+        offset: In elements.
+        elements: Of the view.
+        item_bytes: Bytes of one element.
+        device: As `cpu` or `cuda:0`; empty in old files.
+        geometry: Shape, strides and type.
+        end_bytes: Bytes that its storage has at least.
+    """
+
+    number: int
+    storage: int
+    identity: int
+    offset: int
+    elements: int
+    item_bytes: int
+    device: str
+    geometry: RecordedGeometry
+    end_bytes: int
+
+    @property
+    def is_symbolic(self) -> bool:
+        """Whether its lengths were symbols: PyTorch writes none, and no storage; even a scalar has an element."""
+        return not (self.storage or self.elements or self.geometry.shape)
+
+
+_new = tuple.__new__
+
+# A tensor's type ("" for none), a list of kinds, or None for any other value.
+Kind = str | tuple[Any, ...] | None
+
+
+@lru_cache(maxsize=65536)
+def kinds_of(types: str | None) -> tuple[Kind, ...]:
+    """Which of the values are tensors: from the text of `input_types` or `output_types`.
+
+    Example:
+        >>> kinds_of('["GenericList[Tensor(float),Tensor(float)]","Int"]')
+        (('float32', 'float32'), None)
+    """
+    try:
+        texts = msgspec.json.decode(types or "[]", type=list)
+    except msgspec.DecodeError:
+        return ()
+    return tuple(_kind(str(text)) for text in texts)
+
+
+def _kind(text: str) -> Kind:
+    """The kind of one value, lists within lists included."""
+    open_lists: list[list[Kind]] = [[]]
+    for word in _WORD.findall(text):
+        if word == "[":
+            if not open_lists[-1]:
+                return None
+            open_lists[-1].pop()  # the name of the list before it
+            open_lists.append([])
+        elif word == "]":
+            if len(open_lists) == 1:
+                return None
+            whole = tuple(open_lists.pop())
+            open_lists[-1].append(whole)
+        elif word.startswith("Tensor("):
+            of = word[7:-1]
+            open_lists[-1].append(NO_TENSOR if of.startswith("nullptr") else DTYPES.get(of, of))
+        elif word != ",":
+            open_lists[-1].append(None)
+    return open_lists[0][0] if open_lists[0] else None
+
+
+# Where tensors stand among values: the position, and the geometry or, of a list, the same of what it holds.
+Layout = tuple[tuple[int, "RecordedGeometry | Layout"], ...]
+
+
+def layout_of(kinds: tuple[Kind, ...], shapes: Any, strides: Any) -> Layout:
+    """The tensors among values that are recorded so.
+
+    Args:
+        kinds: Of each value.
+        shapes: Of each value; nested as these are.
+        strides: The same; None where the file has none.
+
+    Raises:
+        TypeError, ValueError, IndexError, KeyError: The shapes are not what the types say: a damaged file.
+    """
+    out: list[tuple[int, RecordedGeometry | Layout]] = []
+    for at, kind in enumerate(kinds):
+        steps = strides[at] if kind and isinstance(strides, list) else None
+        if isinstance(kind, tuple):
+            if count_of(kind):
+                out.append((at, layout_of(kind, shapes[at], steps)))
+        elif kind:
+            out.append((at, _geometry(tuple(shapes[at]), tuple(steps) if isinstance(steps, list) else None, kind)))
+    return tuple(out)
+
+
+@lru_cache(maxsize=65536)
+def _geometry(shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: str) -> RecordedGeometry:
+    """Shape, strides and type as a file has them, checked.
+
+    Raises:
+        ValueError, TypeError: A length or stride is no whole number from 0 on, or all is larger than any memory.
+    """
+    shape = _lengths(shape)
+    steps = None if strides is None else _lengths(strides)
+    if steps is not None and len(steps) != len(shape):
+        steps = None
+    spans = ((length - 1) * step for length, step in zip(shape, steps or contiguous(shape), strict=True))
+    span = 0 if 0 in shape else sum(spans) + 1
+    if span > _MOST:
+        raise ValueError("a tensor is larger than any memory")
+    return RecordedGeometry(shape, steps, dtype, span)
+
+
+def storages_of(values: Any, layout: Layout) -> list[int]:
+    """The numbers of the storages of all tensors among recorded values; what is no number is left out."""
+    out: list[int] = []
+    try:
+        for at, part in layout:
+            if part.__class__ is tuple:
+                out += storages_of(values[at], part)
+            elif (storage := values[at][1]).__class__ is int and -_MOST < storage < _MOST:
+                out.append(storage)
+    except (TypeError, IndexError, KeyError):  # values are not what their types say
+        return []
+    return out
+
+
+def tensors_of(values: Any, layout: Layout) -> list[RecordedTensor]:
+    """All tensors among recorded values, those in lists too, in order.
+
+    Args:
+        values: As recorded.
+        layout: As `layout_of` says.
+
+    Raises:
+        TypeError, ValueError, IndexError, KeyError: The values are not what their types say: a damaged file.
+    """
+    out: list[RecordedTensor] = []
+    for at, geometry in layout:
+        value = values[at]
+        if isinstance(geometry, tuple):
+            out += tensors_of(value, geometry)
+            continue
+        number, storage, offset, elements, item_bytes, device = value if len(value) == 6 else (*value, "")
+        if not (number.__class__ is storage.__class__ is offset.__class__ is elements.__class__ is int):
+            raise TypeError("a tensor's numbers are no whole numbers")
+        if not -_MOST < storage < _MOST:
+            raise ValueError("a storage has a number that is none")
+        is_symbolic = elements > 1 and not geometry.shape  # a symbolic shape is not written
+        part = _geometry((elements,), None, geometry.dtype) if is_symbolic else geometry
+        item_bytes = int(item_bytes)
+        end = part.span and part.span + offset
+        if not 0 <= offset < _MOST or end > _MOST:
+            raise ValueError("a tensor is larger than any memory")
+        numbers = number, storage, storage or -number, offset, elements, item_bytes
+        # Its own `__new__`, a function of Python, would take three times as long.
+        out.append(_new(RecordedTensor, (*numbers, str(device), part, end * ITEM_BYTES.get(part.dtype, item_bytes))))
+    return out
+
+
+def _lengths(values: tuple[int, ...]) -> tuple[int, ...]:
+    whole = tuple(int(value) for value in values)
+    if whole != values or any(not 0 <= value < _MOST for value in whole):
+        raise ValueError("a length is no whole number")
+    return whole
+
+
+@lru_cache(maxsize=65536)
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a tensor whose last dimension is next to each other in memory."""
+    strides, step = [], 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= max(length, 1)
+    return tuple(reversed(strides))
+
+
+@lru_cache(maxsize=65536)
+def unknown_type(types: str | None) -> str | None:
+    """The first type of a tensor among values that PyTorch does not have."""
+    return next((kind for kind in _leaves(kinds_of(types)) if kind and kind not in ITEM_BYTES), None)
+
+
+@lru_cache(maxsize=65536)
+def slots_of(types: str | None) -> tuple[bool, ...]:
+    """Of returned values, lists within lists included, in order: whether each is a tensor."""
+    return tuple(map(bool, _leaves(kinds_of(types))))
+
+
+def _leaves(kinds: tuple[Kind, ...]) -> Iterator[str | None]:
+    for kind in kinds:
+        if isinstance(kind, tuple):
+            yield from _leaves(kind)
+        else:
+            yield kind
+
+
+def count_of(kind: Kind) -> int:
+    """How many tensors a value is made of."""
+    return sum(map(bool, _leaves((kind,))))
+
+
+def observed_numbers(types: str | None) -> list[int]:
+    """The numbers that PyTorch's observer gives to the tensors of a node: it counts those that are not there, too."""
+    tensors = (kind for kind in _leaves(kinds_of(types)) if kind is not None)
+    return [number for number, kind in enumerate(tensors) if kind]
+
+
+def arguments_of(
+    values: list[Any], kinds: tuple[Kind, ...], schema: OperatorSchema, numbers: Mapping[str, float]
+) -> tuple[bytes, list[str]]:
+    """The arguments of a call as JSON (see `traceloom.workload.replay.plan`), and what of them is not what ran.
+
+    Tensors are numbered in the order of `tensors_of`, without those that are numbers.
+
+    Args:
+        values: As recorded.
+        kinds: Of each.
+        schema: The op.
+        numbers: By the names of their arguments, what stands for tensors that the program gave as plain numbers.
+    """
+    flags: list[str] = []
+    counter = [0]
+    typed: list[Any] = []
+    for value, kind, argument in zip(values, kinds, schema.arguments, strict=False):
+        if argument.name in numbers:
+            typed.append(numbers[argument.name])
+            flags.append(GUESSED)
+            continue
+        typed.append(_typed(value, kind, argument.type, counter, flags))
+        if value == 0 and kind is None and isinstance(value, float) and argument.default != 0:
+            # PyTorch writes six digits after the point: this may have been 1e-8, and nobody divides by nothing.
+            if argument.name in {"eps", "epsilon"}:
+                typed[-1] = argument.default if argument.has_default else 1e-8
+            flags.append(ROUNDED)
+    return encode(typed), flags
+
+
+def _typed(value: Any, kind: Kind, of: ValueType, counter: list[int], flags: list[str]) -> Any:
+    if kind == NO_TENSOR:
+        return None
+    if isinstance(kind, str):
+        counter[0] += 1
+        return {"tensor": counter[0] - 1}
+    inner = of.inner[0] if of.base == "list" else of
+    if isinstance(value, list):
+        if len(value) > CUT_AT:
+            flags.append(CUT)
+        parts = kind if isinstance(kind, tuple) else (None,) * len(value)
+        return [_typed(part, part_kind, inner, counter, flags) for part, part_kind in zip(value, parts, strict=False)]
+    return _plain(value, inner.base, flags)
+
+
+def _plain(value: Any, base: str, flags: list[str]) -> Any:
+    """A value that is neither a tensor nor a list, by the type that the schema declares."""
+    if value is None or value == "<None>":
+        return None
+    if isinstance(value, str):
+        if value.startswith("<") and value.endswith(">") and base != "str":
+            if base == "Generator":
+                return {"generator": None}
+            flags.append(UNKNOWN)
+            return {"object": value[1:-1]}
+        if base == "Device":
+            return {"device": value}
+        if value in _NOT_FINITE and base in {"float", "Scalar", "number"}:
+            return {"float": value.replace("Infinity", "inf").replace("NaN", "nan").replace("-nan", "nan")}
+        return value
+    if base in _ENUMS and isinstance(value, int):
+        name, names = _ENUMS[base]
+        return {name: names[value]} if 0 <= value < len(names) else {"object": f"{base} {value}"}
+    if base == "bool" and isinstance(value, int):
+        return bool(value)
+    if base in {"int", "SymInt"} and isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
+
+
+NUMBERS = frozenset({"other", "exponent"})
+"""Arguments for which programs write plain numbers."""
+
+
+class OpKind(NamedTuple):
+    """What calls of one op have in common that take and give values of the same types.
+
+    Attributes:
+        schema: Of the op.
+        refusal: Why it must not be run.
+        has_numbers: Whether programs write numbers for some of its tensors.
+        strange: A type of a tensor that PyTorch does not have.
+        kinds: Of the values that it takes.
+        plain: Which of these may hold more than a tensor.
+        slots: Of the values that it gives: whether each is a tensor.
+    """
+
+    schema: OperatorSchema
+    refusal: Refusal | None
+    has_numbers: bool
+    strange: str | None
+    kinds: tuple[Kind, ...]
+    plain: tuple[bool, ...]
+    slots: tuple[bool, ...]
+
+
+@lru_cache(maxsize=65536)
+def op_kind(text: str, types: str | None, output_types: str | None) -> OpKind:
+    """What an op's schema and the types of its values say.
+
+    Raises:
+        UnreadableSchemaError: The text is no schema.
+    """
+    schema, kinds = parse_schema(text), kinds_of(types)
+    return OpKind(
+        schema,
+        refusal(schema),
+        any(argument.name in NUMBERS for argument in schema.arguments),
+        unknown_type(types) or unknown_type(output_types),
+        kinds,
+        tuple(not isinstance(kind, str) for kind in kinds),
+        slots_of(output_types),
+    )

@@ -1,0 +1,1 @@
+"""Simulation of a graph on another machine."""

@@ -1,0 +1,553 @@
+"""Event loop, clock, deadlock report."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from heapq import heappop, heappush
+from typing import Any
+
+import numpy as np
+
+from traceloom.errors import CheckError, UsageError
+from traceloom.trace.array_types import Ints
+from traceloom.workload.simulate.astra_sim.collectives import (
+    AnalyticalNetwork,
+    Clock,
+    CollectivePhase,
+    Dimensions,
+    Links,
+    too_long,
+    whole_ns,
+)
+from traceloom.workload.simulate.astra_sim.nodes import (
+    COLLECTIVE,
+    NOTHING,
+    RECEIVE,
+    SEND,
+    SKIP,
+    TIMED,
+    Carried,
+    Message,
+    RankNodes,
+    group_ranks,
+    position_in,
+)
+from traceloom.workload.simulate.astra_sim.streams import (
+    Mailbox,
+    NoRecurrenceError,
+    RankQueues,
+    Stream,
+    Transmit,
+    ends,
+    ends_by_message,
+    is_rotation,
+    one_of_all,
+)
+
+Algorithm = Callable[[int], Sequence[RankNodes]]  # ranks of the group -> what each position does
+
+_MANY = 10_000  # messages of one chunk: from here on it is worth while to look for a rotation
+
+
+@dataclass(eq=False, slots=True)
+class Meeting:
+    """One collective.
+
+    Attributes:
+        name: Its group's, empty for all ranks.
+        turn: How many collectives of the group came before.
+        group: Its ranks, in the group's order.
+        kind: all_reduce, ...
+        size: Bytes.
+        chunks: The phases of each chunk; none where an algorithm or the record carries it out.
+        count: Chunks of collectives that its first rank had before it.
+        counts: The same of each rank.
+        begin_ns: When each rank began, -1 before it did; shape (ranks of the group,).
+        node: The node of each rank.
+        end_ns: When each rank was done, -1 before it was.
+        came: How many of its ranks have begun to do the same.
+        apart: Whether its ranks do not all do the same at the same time.
+    """
+
+    name: str
+    turn: int
+    group: tuple[int, ...]
+    kind: str
+    size: int
+    chunks: list[list[CollectivePhase]]
+    count: int
+    counts: list[int]
+    begin_ns: list[int]
+    node: list[int]
+    end_ns: list[int]
+    came: int = 0
+    apart: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class RunningRank:
+    """One rank at work.
+
+    Attributes:
+        nodes: What it does.
+        queues: Its collectives, and its events.
+        left: For how many nodes each node still waits.
+        ready: By what they occupy: nodes that wait for nothing else.
+        busy: By what is occupied: the node that does, -1 for none; nothing is occupied by none.
+        begin_ns: When each node began, -1 before it did.
+        end_ns: When it ended, -1 before it did.
+        under_way: How many nodes have begun and not ended.
+        ended: How many have.
+        last_ns: When the last one ended, None before.
+        issued: Collectives of each group so far.
+        count: Chunks of collectives so far.
+        end: Called with a node, ends it.
+    """
+
+    nodes: RankNodes
+    queues: RankQueues
+    left: list[int]
+    ready: tuple[list[int], list[int], list[int], list[int]]
+    busy: list[int]
+    begin_ns: array[int]
+    end_ns: array[int]
+    under_way: int = 0
+    ended: int = 0
+    last_ns: int | None = None
+    issued: dict[str, int] = field(default_factory=dict)
+    count: int = 0
+    end: Callable[[int], None] = field(init=False)
+
+
+class AstraEngine:
+    """All ranks, their messages and their collectives.
+
+    Args:
+        ranks: The nodes of every rank, in order.
+        groups: Members of each group that has a name.
+        fabric: The network.
+        dimensions: What collectives do.
+        aware: Whether links are queues.
+        memory_rate: Bytes per second at which a rank reads or writes.
+        width: Chunks of a dimension under way at once.
+        algorithms: Messages of the collectives of a kind, in the place of those that the dimensions have.
+        whole: Whether collectives are worked out as a whole where none of their messages meets another one's, else
+            message by message, which takes longer.
+        recorded: Whether communication takes as long as its nodes say, once all its ranks are there, whatever the
+            network.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[RankNodes],
+        groups: dict[str, tuple[int, ...]] | None,
+        fabric: AnalyticalNetwork,
+        dimensions: Dimensions,
+        *,
+        aware: bool,
+        memory_rate: float,
+        width: int = 1,
+        algorithms: Mapping[str, Algorithm] | None = None,
+        whole: bool = True,
+        recorded: bool = False,
+    ) -> None:
+        self.clock = Clock()
+        self._fabric, self._dimensions = fabric, dimensions
+        self._memory_rate, self._groups, self._algorithms = memory_rate, groups, algorithms or {}
+        self._width = width
+        self.links = Links(fabric, self.clock) if aware else None
+        self._mailbox = Mailbox(self.clock, self._transmit)
+        self.meetings: dict[tuple[str, int], Meeting] = {}
+        self._trees: Counter[tuple[str, int]] = Counter()
+        apart = len(fabric.sizes) == 1 and (not aware or fabric.topologies[0] == "FullyConnected")
+        self._rotates = whole and width == 1 and not dimensions.windows
+        self._whole = self._rotates and apart
+        self._apart_in_time = not aware or self._whole  # what ranks do at one time is the same in any order
+        self._recorded = recorded
+        self._link_free = np.zeros((len(ranks), len(ranks)), np.int64) if aware and self._whole else None
+        self._took: dict[Any, Ints] = {}
+        self.ranks: list[RunningRank] = []
+        never = array("q", [-1])
+        for nodes in ranks:
+            rank = RunningRank(
+                nodes,
+                RankQueues(nodes.rank, self.clock, self._width),
+                list(nodes.waits),
+                ([], [], [], []),
+                [-1] * (NOTHING + 1),
+                never * len(nodes),
+                never * len(nodes),
+            )
+            rank.end = partial(self._end, rank)
+            for node, waits in enumerate(rank.left):
+                if not waits:
+                    rank.ready[nodes.slot[node]].append(node)
+            self.ranks.append(rank)
+        self._everybody = tuple(range(len(ranks)))
+
+    def run(self) -> None:
+        """Run to the end, or until nothing can go on.
+
+        Raises:
+            UsageError: slug `times-too-long`.
+        """
+        try:
+            for rank in self.ranks:
+                self._issue(rank)
+            self.clock.run()
+        except OverflowError as error:  # of a time without end
+            raise too_long() from error
+
+    def _issue(self, rank: RunningRank) -> None:
+        """Begin what is ready and has its slot free, in the order of ids."""
+        action, busy = rank.nodes.action, rank.busy
+        chosen: list[int] = []
+        for slot, ready in enumerate(rank.ready):
+            if ready and busy[slot] < 0:
+                node = heappop(ready)
+                chosen.append(node)
+                while action[node] == SKIP and ready:
+                    node = heappop(ready)
+                    chosen.append(node)
+                while slot == NOTHING and ready:
+                    chosen.append(heappop(ready))
+        if len(chosen) > 1:
+            chosen.sort()
+        now = self.clock.now
+        for node in chosen:
+            rank.begin_ns[node] = now
+            rank.under_way += 1
+            slot, kind = rank.nodes.slot[node], action[node]
+            if slot != NOTHING:
+                busy[slot] = node
+            if kind == TIMED:
+                if self._apart_in_time and len(chosen) == rank.under_way == 1 and not any(rank.ready):
+                    self._follow(rank, node)
+                else:
+                    rank.queues.after(rank.nodes.duration_ns[node], rank.end, node)
+            elif kind == SKIP:
+                self._leave(rank, node)
+            elif kind == COLLECTIVE:
+                self._collective(rank, node)
+            else:
+                message, own, ended = rank.nodes.messages[node], rank.nodes.rank, partial(self._end, rank, node)
+                if kind == RECEIVE:
+                    self._mailbox.receive((message.tag, message.peer, own, message.size), ended)
+                else:
+                    key = (message.tag, own, message.peer, message.size)
+                    took = rank.nodes.duration_ns[node] if self._recorded else None
+                    self._mailbox.send(key, own, message.peer, message.size, ended, took)
+
+    def _follow(self, rank: RunningRank, node: int) -> None:
+        """A node that takes a time, and those that come one after the other after it, where the rank does nothing else.
+
+        Nothing can come between them, and only their end is an event.
+        """
+        nodes, left = rank.nodes, rank.left
+        first, follower, action, duration = nodes.first, nodes.follower, nodes.action, nodes.duration_ns
+        begin, time = node, self.clock.now
+        while first[node + 1] - first[node] == 1:
+            after = follower[first[node]]
+            if left[after] != 1 or action[after] != TIMED:
+                break
+            time += duration[node]
+            rank.end_ns[node] = rank.begin_ns[after] = time
+            left[after] = 0
+            rank.ended += 1
+            node = after
+        if nodes.slot[node] != nodes.slot[begin]:
+            rank.busy[nodes.slot[begin]] = -1
+            rank.busy[nodes.slot[node]] = node if nodes.slot[node] != NOTHING else -1
+        rank.queues.after(time - self.clock.now + duration[node], rank.end, node)
+
+    def _leave(self, rank: RunningRank, node: int) -> None:
+        """A node is over: what waited for it may begin."""
+        nodes = rank.nodes
+        rank.end_ns[node] = self.clock.now
+        slot = nodes.slot[node]
+        if slot != NOTHING:
+            rank.busy[slot] = -1
+        rank.under_way -= 1
+        rank.ended += 1
+        left, follower = rank.left, nodes.follower
+        for k in range(nodes.first[node], nodes.first[node + 1]):
+            after = follower[k]
+            left[after] -= 1
+            if not left[after]:
+                heappush(rank.ready[nodes.slot[after]], after)
+
+    def _end(self, rank: RunningRank, node: int) -> None:
+        self._leave(rank, node)
+        self._issue(rank)
+        if not rank.under_way and not any(rank.ready):
+            rank.last_ns = self.clock.now
+
+    # Messages
+
+    def _transmit(self, source: int, target: int, size: int, arrive: Callable[[Any], None], what: Any) -> None:
+        if self.links is None:
+            self.clock.at(self.clock.now + self._fabric.delay(source, target, size), arrive, what)
+        elif self._link_free is None:
+            self.links.send(source, target, size, arrive, what)
+        else:
+            (there,) = self._own_links(*(np.array([k]) for k in (source, target, size, self.clock.now))).tolist()
+            self.clock.at(there, arrive, what)
+
+    # Collectives
+
+    def _collective(self, rank: RunningRank, node: int) -> None:
+        message = rank.nodes.messages[node]
+        label, group = self.group_of(message)
+        turn = rank.issued.get(label, 0)
+        rank.issued[label] = turn + 1
+        meeting = self.meetings.get((label, turn))
+        position = position_in(group, rank.nodes, node)
+        algorithm = self._algorithms.get(message.kind)
+        if meeting is None:
+            counts, begin, nodes, end = ([-1] * len(group) for _ in range(4))
+            chunks = [] if algorithm or self._recorded else self._chunks(message, len(group), whole=not label)
+            meeting = Meeting(
+                label, turn, group, message.kind, message.size, chunks, rank.count, counts, begin, nodes, end
+            )
+            self.meetings[label, turn] = meeting
+        meeting.begin_ns[position], meeting.node[position] = self.clock.now, node
+        meeting.counts[position] = rank.count
+        if message.kind != meeting.kind:
+            return  # as below
+        chunks_of = self._dimensions.chunks  # other sizes may come to the same chunks; an algorithm has its own
+        if message.size != meeting.size and (
+            self._recorded
+            or not (algorithm or chunks_of(message.kind, message.size) == chunks_of(message.kind, meeting.size))
+        ):
+            return  # each waits for what the others do not do: the run ends there, and says so
+        by_count = not label and not algorithm and not self._recorded
+        if by_count and rank.count != meeting.count:
+            return  # as above: of all ranks' collectives ASTRA-sim matches the chunks by this count
+        meeting.came += 1
+        if self._recorded:
+            if meeting.came == len(group):
+                took = (self.ranks[r].nodes.duration_ns[n] for r, n in zip(group, meeting.node, strict=True))
+                self._end_at(meeting, np.full(len(group), self.clock.now + max(took)))
+            return
+        rank.count += len(meeting.chunks) or 1
+        if algorithm:
+            # A rank's own position is that among the group's ranks in ascending order, its peers' in the group's order.
+            Carried(
+                algorithm(len(group))[sorted(meeting.group).index(rank.nodes.rank)],
+                group_ranks(message.group, self._groups, len(self.ranks)) or self._everybody,
+                queues=rank.queues,
+                mailbox=self._mailbox,
+                done=lambda: self._done(rank, meeting, position),
+            )
+        elif self._whole:
+            if meeting.came == len(group):
+                self._meet(meeting)
+        elif self._may_rotate(meeting):
+            if meeting.came == 1:  # see who else comes now
+                self.clock.at(self.clock.now, self._rotate, meeting)
+        else:
+            self._begin_chunks(rank, meeting, position)
+
+    def group_of(self, message: Message) -> tuple[str, tuple[int, ...]]:
+        """Name of a collective's group, empty for all ranks, and its ranks; the group's order counts for some ranks."""
+        members = group_ranks(message.group, self._groups, len(self.ranks))
+        if members is None:
+            return "", self._everybody
+        return str(message.group), members if len(members) < len(self.ranks) else self._everybody
+
+    def _done(self, rank: RunningRank, meeting: Meeting, position: int) -> None:
+        meeting.end_ns[position] = self.clock.now
+        self._end(rank, meeting.node[position])
+
+    def _chunks(self, message: Message, ranks: int, *, whole: bool) -> list[list[CollectivePhase]]:
+        """The phases of each chunk of a collective; one of a group does not choose its dimensions."""
+        count, chunk = self._dimensions.chunks(message.kind, message.size)
+        along = message.dimensions if whole else None
+        if not self._memory_rate:
+            raise UsageError(
+                "the system file has no `local-mem-bw`, at which collectives reduce", slug="bad-astra-sim-config"
+            )
+        return [self._dimensions.phases(message.kind, chunk, ranks, self._trees, along) for _ in range(count)]
+
+    def _begin_chunks(self, rank: RunningRank, meeting: Meeting, position: int) -> None:
+        """Message by message."""
+        left = [len(meeting.chunks)]
+
+        def done() -> None:
+            left[0] -= 1
+            if not left[0]:
+                self._done(rank, meeting, position)
+
+        for number, phases in enumerate(meeting.chunks):
+            tag = (meeting.name, meeting.turn, number)
+            stream = Stream(
+                rank.queues, self._mailbox, tag, meeting.group, phases, memory_rate=self._memory_rate, done=done
+            )
+            stream.proceed()
+
+    def _may_rotate(self, meeting: Meeting) -> bool:
+        """Whether all ranks may do the same at the same time, and it is much."""
+        if self.links is None or meeting.apart or len(meeting.group) < len(self.ranks) or not self._rotates:
+            return False
+        ((phase,), *_) = meeting.chunks
+        return is_rotation(phase.schedule) and phase.schedule.messages > _MANY
+
+    def _rotate(self, meeting: Meeting) -> None:
+        """Work a collective out on one rank, where all have begun it just now and no message is under way."""
+        now = self.clock.now
+        assert self.links is not None
+        if set(meeting.begin_ns) == {now} and self.links.idle:
+            took, usage = one_of_all(self._fabric, meeting.chunks, self._memory_rate)
+            self.links.add(usage)
+            self._end_at(meeting, np.full(len(meeting.group), now + took))
+        else:
+            meeting.apart = True
+            for position, begin in enumerate(meeting.begin_ns):
+                if begin >= 0:
+                    self._begin_chunks(self.ranks[meeting.group[position]], meeting, position)
+
+    def _meet(self, meeting: Meeting) -> None:
+        """All chunks of a collective whose ranks have all begun, one after the other."""
+        begin = np.array(meeting.begin_ns)
+        first = int(begin.min())
+        phases = [phase for (phase,) in meeting.chunks]
+        if self._link_free is not None:
+            end = self._chunk_after_chunk(phases, meeting.group, begin, self._own_links)
+        else:
+            key = (meeting.group, tuple((p.schedule, p.delay_ns) for p in phases), (begin - first).tobytes())
+            took = self._took.get(key)
+            if took is None:
+                took = self._chunk_after_chunk(
+                    phases,
+                    meeting.group,
+                    begin - first,
+                    lambda source, target, size, sent_ns: sent_ns + self._fabric.delays(source, target, size),
+                )
+                self._took[key] = took
+            end = took + first
+        self._end_at(meeting, end)
+
+    def _chunk_after_chunk(
+        self, phases: Sequence[CollectivePhase], group: tuple[int, ...], begin: Ints, transmit: Transmit
+    ) -> Ints:
+        """When the ranks of a collective are done, which began at different times."""
+        is_direct = any(phase.window for phase in phases)
+        free = self._link_free.copy() if is_direct and self._link_free is not None else None
+        end, members = begin, np.array(group)
+        try:
+            for phase in phases:
+                end = ends(phase, members, end, self._memory_rate, transmit)
+        except NoRecurrenceError:
+            if free is not None:
+                self._link_free = free
+            end = ends_by_message(phases, group, begin, self._memory_rate, transmit)
+        return end
+
+    def _end_at(self, meeting: Meeting, end_ns: Ints) -> None:
+        meeting.end_ns = end_ns.tolist()
+        now = self.clock.now
+        for rank, node, end in zip(meeting.group, meeting.node, meeting.end_ns, strict=True):
+            self.ranks[rank].queues.after(end - now, self.ranks[rank].end, node)
+
+    def _own_links(self, source: Ints, target: Ints, size: Ints, sent_ns: Ints) -> Ints:
+        """Over links of their own, each of which serves one message after the other."""
+        assert self._link_free is not None
+        taken = np.maximum(sent_ns, self._link_free[source, target])
+        occupied = size / self._fabric.bytes_per_ns(0)
+        self._link_free[source, target] = taken + whole_ns(occupied)
+        return taken + whole_ns(self._fabric.latencies[0] + occupied)
+
+
+_MOST = 6
+
+
+def check_begun(engine: AstraEngine, delay_ns: int) -> None:
+    """Raise UsageError `not-for-astra-sim` where an event is asked for at time 0, which ASTRA-sim cannot have.
+
+    Args:
+        engine: After its run.
+        delay_ns: Of an endpoint: before the first message of a collective of all ranks.
+    """
+    for rank in engine.ranks:
+        own = rank.nodes
+        for node in np.flatnonzero(np.frombuffer(rank.begin_ns, np.int64) == 0).tolist():
+            action, message = own.action[node], own.messages.get(node)
+            at_once = rank.end_ns[node] == 0 and action != SKIP
+            if message and action == COLLECTIVE:
+                at_once = not delay_ns and len(engine.group_of(message)[1]) == len(engine.ranks)
+            elif message and action == SEND and engine.links:
+                at_once |= not engine.links.occupied_ns(message.size)
+            if at_once:
+                raise UsageError(
+                    f"{own.label(node)} of rank {own.rank} asks for what takes no time at the very beginning, where "
+                    "ASTRA-sim stops",
+                    slug="not-for-astra-sim",
+                    hint="let it wait for a node of 1 us, or set endpoint-delay above 0",
+                )
+
+
+def check_ended(engine: AstraEngine) -> None:
+    """Raise CheckError `deadlock` where a rank did not come to its end.
+
+    ASTRA-sim ends without a word there, and with exit code 0.
+    """
+    open_ranks = {rank.nodes.rank: rank for rank in engine.ranks if rank.ended < len(rank.nodes)}
+    if not open_ranks:
+        return
+    sentences: list[str] = []
+    seen: set[int] = set()
+    own = min(open_ranks)
+    while own in open_ranks and own not in seen and len(sentences) < _MOST:
+        seen.add(own)
+        sentence, awaited = _waits(engine, open_ranks[own])
+        sentences.append(f"rank {own}: {sentence}")
+        own = awaited
+    if own in seen and len(sentences) > 1:
+        sentences.append(f"and so to rank {own} again")
+    count = len(open_ranks)
+    raise CheckError(
+        f"{count} of {len(engine.ranks)} ranks wait for ever: {'; '.join(sentences)}",
+        slug="deadlock",
+        hint="`traceloom validate --target astra-sim` shows what the files disagree about",
+    )
+
+
+def _waits(engine: AstraEngine, rank: RunningRank) -> tuple[str, int]:
+    """What a rank waits in, and for which rank; -1 for none."""
+    own_rank = rank.nodes.rank
+    under_way = [node for node in range(len(rank.nodes)) if rank.begin_ns[node] >= 0 > rank.end_ns[node]]
+    for node in sorted(under_way, key=lambda node: rank.nodes.action[node] != COLLECTIVE):  # others wait for these
+        label, action = rank.nodes.label(node), rank.nodes.action[node]
+        if action == COLLECTIVE:
+            meeting = next(m for m in engine.meetings.values() if (own_rank, node) in zip(m.group, m.node, strict=True))
+            absent = [peer for peer, begin in zip(meeting.group, meeting.begin_ns, strict=True) if begin < 0]
+            if absent:
+                return f"{label} waits for rank {absent[0]}, which does not come to it", absent[0]
+            for peer, other in zip(meeting.group, meeting.node, strict=True):
+                peer_nodes = engine.ranks[peer].nodes
+                ours, message = rank.nodes.messages[node], peer_nodes.messages[other]
+                if (message.kind, message.size) != (ours.kind, ours.size):
+                    here, there = (f"{m.kind} of {m.size:,} bytes" for m in (ours, message))
+                    return f"{label} is {here}, where rank {peer} does {there} in its {peer_nodes.label(other)}", peer
+            own = meeting.counts[meeting.group.index(own_rank)]
+            for peer, count in zip(meeting.group, meeting.counts, strict=True):
+                if not meeting.name and count != own:
+                    return (
+                        f"{label} comes after {own} chunks of collectives, in rank {peer} after {count}, and "
+                        "ASTRA-sim tells those of all ranks apart by that: give it a group of all ranks of its own"
+                    ), peer
+            return f"{label} waits for messages that do not come", -1
+        if action == RECEIVE:
+            message = rank.nodes.messages[node]
+            return (
+                f"{label} waits for {message.size:,} bytes with tag {message.tag} from rank {message.peer}",
+                message.peer,
+            )
+    waiting = next(node for node in range(len(rank.nodes)) if rank.begin_ns[node] < 0)
+    if not rank.left[waiting]:
+        return f"{rank.nodes.label(waiting)} is never begun: it is ready when the last other node has ended", -1
+    return f"{rank.nodes.label(waiting)} waits in a circle with other nodes of its file", -1

@@ -1,0 +1,368 @@
+"""The nodes of a rank ready to run; custom algorithms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+
+from traceloom.errors import InputError, UsageError
+from traceloom.formats.chakra.et_pb2 import CollectiveCommType, NodeType
+from traceloom.formats.chakra.nodes import NodeTable, read_table
+from traceloom.trace.array_types import Ints
+from traceloom.workload.simulate.astra_sim.streams import Mailbox, RankQueues
+
+CPU, GPU, COMMUNICATION, NOTHING = range(4)  # what a node occupies on its rank: one node at a time each
+TIMED, COLLECTIVE, SEND, RECEIVE, SKIP = range(5)  # how a node ends
+KINDS = {
+    int(CollectiveCommType.ALL_REDUCE): "all_reduce",
+    int(CollectiveCommType.ALL_GATHER): "all_gather",
+    int(CollectiveCommType.REDUCE_SCATTER): "reduce_scatter",
+    int(CollectiveCommType.ALL_TO_ALL): "all_to_all",
+}
+_BROADCAST = int(CollectiveCommType.BROADCAST)
+_NS = 1000  # of a microsecond
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """How long computation takes.
+
+    Attributes:
+        recorded: Whether communication, too, takes as long as recorded (`replay-only`).
+        roofline: Whether GPU nodes take as long as a roofline says: operations per second, bytes per second.
+    """
+
+    recorded: bool = False
+    roofline: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What a node communicates.
+
+    Attributes:
+        kind: Of a collective: all_reduce, ...; else empty.
+        size: Bytes.
+        peer: The other rank of a send or receive, else -1.
+        tag: What tells messages between the same ranks apart.
+        group: Name of a collective's group as written; None for all ranks.
+        dimensions: Of a collective of all ranks: which dimensions take part; None for all.
+    """
+
+    kind: str
+    size: int
+    peer: int
+    tag: int
+    group: str | None
+    dimensions: tuple[bool, ...] | None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class RankNodes:
+    """One rank's nodes in the order of their ids.
+
+    Attributes:
+        rank: Which.
+        table: The file.
+        row: Row of each node in the file's table.
+        slot: What each occupies: `CPU`, ..., `NOTHING`.
+        action: How each ends: `TIMED`, ..., `SKIP`.
+        duration_ns: Of those that are `TIMED`.
+        waits: How many nodes each waits for.
+        first: Where each node's followers begin in `follower`; one more at the end.
+        follower: Who waits for each.
+        messages: What each node that communicates does.
+    """
+
+    rank: int
+    table: NodeTable
+    row: Ints
+    slot: Sequence[int]
+    action: Sequence[int]
+    duration_ns: Sequence[int]
+    waits: Sequence[int]
+    first: Sequence[int]
+    follower: Sequence[int]
+    messages: dict[int, Message]
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def label(self, node: int) -> str:
+        """A node as a sentence names it."""
+        row = int(self.row[node])
+        return f"node {self.table.nodes['id'][row]} `{self.table.nodes['name'][row]}`"
+
+
+def rank_nodes(rank: int, table: NodeTable, compute: Compute) -> RankNodes:
+    """Make a file ready.
+
+    Raises:
+        InputError: `not-for-astra-sim`: it holds what ASTRA-sim stops at.
+    """
+    nodes = table.nodes
+    ids = nodes["id"].to_numpy()
+    order = np.argsort(ids, kind="stable")
+    _refuse(table, np.flatnonzero(np.diff(ids[order]) == 0), order, "has an id that another node has, too")
+    action, slot = _actions(table, compute)
+    duration = _durations(table, compute)
+    if compute.roofline:
+        of_gpu = slot == GPU
+        for name in ("num_ops", "tensor_size"):
+            _refuse(table, np.flatnonzero(of_gpu & nodes[name].is_null().to_numpy()), None, f"has no {name}")
+        action = np.where(of_gpu & (nodes["tensor_size"].fill_null(0).to_numpy() == 0), SKIP, action)
+    ranked = np.empty(len(order), np.int64)
+    ranked[order] = np.arange(len(order))
+    # Dependencies as pairs of positions in the order of ids, each pair once; a query of Polars would take longer.
+    rows = np.concatenate([table.data.row, table.control.row])
+    awaited = np.concatenate([table.data.id, table.control.id])
+    at = np.minimum(np.searchsorted(ids[order], awaited), max(len(order) - 1, 0))
+    missing = ids[order][at] != awaited if len(order) else np.ones(len(awaited), np.bool_)
+    if missing.any():
+        lacking = int(np.flatnonzero(missing)[0])
+        raise InputError(
+            f"node {ids[rows[lacking]]} waits for node {awaited[lacking]}, which is not there",
+            slug="not-for-astra-sim",
+            where=table.path,
+            hint="`traceloom validate --target astra-sim` lists everything",
+        )
+    pairs = np.unique(at * len(order) + ranked[rows])
+    source, target = pairs // max(len(order), 1), pairs % max(len(order), 1)
+    by_source = np.argsort(source, kind="stable")
+    return RankNodes(
+        rank,
+        table,
+        order,
+        slot[order].tolist(),
+        action[order].tolist(),
+        duration[order].tolist(),
+        np.bincount(target, minlength=len(order)).tolist(),
+        np.searchsorted(source[by_source], np.arange(len(order) + 1)).tolist(),
+        target[by_source].tolist(),
+        _messages(rank, table, order, action),
+    )
+
+
+def _messages(rank: int, table: NodeTable, order: Ints, action: Ints) -> dict[int, Message]:
+    """What the nodes communicate, by their position in the order of ids."""
+    at = np.flatnonzero((action[order] >= COLLECTIVE) & (action[order] <= RECEIVE))
+    names = ("comm_type", "comm_size", "comm_src", "comm_dst", "comm_tag", "pg_name", "involved_dim")
+    rows = zip(*(table.nodes[name][order[at]].to_list() for name in names), strict=True)
+    messages = {}
+    for node, kind, row in zip(at.tolist(), action[order[at]].tolist(), rows, strict=True):
+        comm_type, size, source, target, tag, group, dimensions = row
+        name = KINDS.get(comm_type, "") if kind == COLLECTIVE else ""
+        own, peer = (source, target) if kind == SEND else (target, source)
+        if kind == COLLECTIVE:
+            # Of nothing ASTRA-sim makes chunks as small as they can be, but no all_gather.
+            absent = size is None or size < 0 or (not size and name == "all_gather")
+        else:
+            absent = size is None or size < 1
+            if peer in (None, rank):
+                _refuse(table, order[[node]], None, "is a message to nobody else")
+            if own not in (None, rank):
+                _refuse(table, order[[node]], None, f"is a message of rank {own}")
+            if tag is None:
+                _refuse(table, order[[node]], None, "has no comm_tag")
+        if absent:
+            _refuse(table, order[[node]], None, "communicates no bytes")
+        messages[node] = Message(
+            name, size, -1 if kind == COLLECTIVE else peer, tag or 0, group, dimensions and tuple(dimensions)
+        )
+    return messages
+
+
+def _actions(table: NodeTable, compute: Compute) -> tuple[Ints, Ints]:
+    nodes = table.nodes
+    kind = nodes["type"].to_numpy()
+    filled = nodes.select(pl.col("is_cpu_op").fill_null(value=False), pl.col("comm_type").fill_null(-1))
+    on_cpu, comm_type = filled["is_cpu_op"].to_numpy(), filled["comm_type"].to_numpy()
+    communicates = (kind >= NodeType.COMM_SEND_NODE) & (kind <= NodeType.COMM_COLL_NODE)
+    memory = (kind == NodeType.MEM_LOAD_NODE) | (kind == NodeType.MEM_STORE_NODE)
+    if not compute.recorded:
+        _refuse(table, np.flatnonzero(communicates & on_cpu), None, "is communication of the CPU")
+        _refuse(table, np.flatnonzero(memory), None, "is of remote memory, which has no configuration")
+    computes = kind == NodeType.COMP_NODE
+    collective = kind == NodeType.COMM_COLL_NODE
+    is_done = np.logical_or.reduce([comm_type == each for each in (*KINDS, _BROADCAST)])
+    _refuse(table, np.flatnonzero(kind == NodeType.METADATA_NODE), None, "is metadata")
+    if not compute.recorded:
+        _refuse(table, np.flatnonzero(collective & ~is_done), None, "is a collective that ASTRA-sim does not do")
+        others = ~(computes | communicates | (kind == NodeType.INVALID_NODE) | memory)
+        _refuse(table, np.flatnonzero(others), None, "is of a kind that ASTRA-sim does not know")
+    replayed = computes | (collective & (comm_type == _BROADCAST)) | compute.recorded
+    action = np.select(
+        [replayed, collective, kind == NodeType.COMM_SEND_NODE, kind == NodeType.COMM_RECV_NODE],
+        [TIMED, COLLECTIVE, SEND, RECEIVE],
+        SKIP,
+    )
+    slot = np.select([on_cpu, computes, kind == NodeType.COMM_RECV_NODE], [CPU, GPU, NOTHING], COMMUNICATION)
+    return action, slot
+
+
+def _durations(table: NodeTable, compute: Compute) -> Ints:
+    """Recorded microseconds in ns; what is recorded as nothing takes 1 ns."""
+    nodes = table.nodes
+    recorded: Ints = np.maximum(nodes["duration_us"].to_numpy().astype(np.int64) * _NS, 1)
+    if not compute.roofline:
+        return recorded
+    peak, bandwidth = compute.roofline
+    operations, size = (nodes[name].fill_null(0).to_numpy().astype(np.float64) for name in ("num_ops", "tensor_size"))
+    of_gpu = (nodes["type"] == NodeType.COMP_NODE).to_numpy() & ~nodes["is_cpu_op"].fill_null(value=False).to_numpy()
+    with np.errstate(divide="ignore", invalid="ignore"):
+        reach = np.minimum(operations / size * bandwidth, peak)
+        modelled = np.where((size > 0) & (operations > 0), operations / reach * 1e9, 0.0)
+    duration: Ints = np.where(of_gpu, modelled.astype(np.int64), recorded)
+    return duration
+
+
+def _refuse(table: NodeTable, wrong: Ints, order: Ints | None, why: str) -> None:
+    if len(wrong):
+        row = int(wrong[0] if order is None else order[wrong[0]])
+        raise InputError(
+            f"node {table.nodes['id'][row]} `{table.nodes['name'][row]}` {why}",
+            slug="not-for-astra-sim",
+            where=table.path,
+            hint="`traceloom validate --target astra-sim` lists everything",
+        )
+
+
+def group_ranks(name: str | None, groups: dict[str, tuple[int, ...]] | None, ranks: int) -> tuple[int, ...] | None:
+    """The ranks of a node's group in the order of the group file, None for all ranks.
+
+    Raises:
+        UsageError: `no-such-group`: the group file does not name it, or names ranks that are not there.
+    """
+    if name in (None, "", "0"):
+        return None
+    members = (groups or {}).get(str(name))
+    if members is None:
+        raise UsageError(
+            f"no group file says who is in group `{name}`", slug="no-such-group", hint="give it with --groups FILE"
+        )
+    if max(members, default=0) >= ranks:
+        raise UsageError(f"group `{name}` has rank {max(members)}, but there are {ranks} ranks", slug="no-such-group")
+    return members
+
+
+def position_in(group: tuple[int, ...], nodes: RankNodes, node: int) -> int:
+    """The position of a node's rank in the node's group.
+
+    Raises:
+        UsageError: `no-such-group`: it is not in it.
+    """
+    if nodes.rank not in group:
+        raise UsageError(
+            f"rank {nodes.rank} is not in the group `{nodes.messages[node].group}` of its {nodes.label(node)}",
+            slug="no-such-group",
+            where=nodes.table.path,
+        )
+    return nodes.rank if len(group) > nodes.rank and group[nodes.rank] == nodes.rank else group.index(nodes.rank)
+
+
+def read_algorithm(prefix: str, ranks: int) -> list[RankNodes]:
+    """Read the files `PREFIX.<position>.et` of an algorithm: what each position of a group does.
+
+    The peers of its messages are positions.
+
+    Args:
+        prefix: Directory and beginning of the names.
+        ranks: How many there must be.
+
+    Raises:
+        InputError: `bad-algorithm`: one is missing, or holds other things than sends, receives and computation.
+    """
+    positions = []
+    for position in range(ranks):
+        path = Path(f"{prefix}.{position}.et")
+        if not path.is_file():
+            raise InputError(
+                f"the algorithm has no file for position {position}",
+                slug="bad-algorithm",
+                where=str(path),
+                hint=f"a group of {ranks} ranks needs {Path(prefix).name}.0.et to {Path(prefix).name}.{ranks - 1}.et",
+            )
+        nodes = rank_nodes(position, read_table(path), Compute())
+        for node, action in enumerate(nodes.action):
+            if action not in {TIMED, SEND, RECEIVE}:
+                raise InputError(
+                    f"{nodes.label(node)} is no send, no receive and no computation",
+                    slug="bad-algorithm",
+                    where=str(path),
+                )
+            peer = nodes.messages[node].peer if action != TIMED else 0
+            if not 0 <= peer < ranks:
+                raise InputError(
+                    f"{nodes.label(node)} names position {peer} in a group of {ranks}",
+                    slug="bad-algorithm",
+                    where=str(path),
+                )
+        positions.append(nodes)
+    return positions
+
+
+class Carried:
+    """One rank's part of such a collective: everything that waits for nothing begins at once.
+
+    Args:
+        nodes: Of its position.
+        group: The rank at each position.
+        queues: Of the rank.
+        mailbox: Where messages go.
+        done: Called at the end.
+    """
+
+    def __init__(
+        self,
+        nodes: RankNodes,
+        group: Sequence[int],
+        *,
+        queues: RankQueues,
+        mailbox: Mailbox,
+        done: Callable[[], None],
+    ) -> None:
+        self._nodes, self._group, self._rank = nodes, group, queues.rank
+        self._queues, self._mailbox, self._done = queues, mailbox, done
+        self._left = list(nodes.waits)
+        self._under_way = 0
+        self._issue([node for node, waits in enumerate(self._left) if not waits])
+
+    def _issue(self, ready: list[int]) -> None:
+        self._under_way += len(ready)
+        for node in ready:
+            action = self._nodes.action[node]
+            ended = partial(self._end, node)
+            if action == TIMED:
+                self._queues.after(self._nodes.duration_ns[node], ended)
+                continue
+            message = self._nodes.messages[node]
+            peer = self._group[message.peer]
+            if peer == self._rank:
+                raise UsageError(
+                    f"rank {peer} would send itself a message: its own position is that among the ranks in ascending "
+                    "order, its peers' that in the group's order",
+                    slug="bad-collective",
+                    hint="list the group's ranks in ascending order",
+                )
+            if action == SEND:
+                key = (message.tag, self._rank, peer, message.size)
+                self._mailbox.send(key, self._rank, peer, message.size, ended)
+            else:
+                self._mailbox.receive((message.tag, peer, self._rank, message.size), ended)
+
+    def _end(self, node: int, _: object = None) -> None:
+        self._under_way -= 1
+        ready = []
+        for k in range(self._nodes.first[node], self._nodes.first[node + 1]):
+            after = self._nodes.follower[k]
+            self._left[after] -= 1
+            if not self._left[after]:
+                ready.append(after)
+        self._issue(ready)
+        if not self._under_way:
+            self._done()

@@ -1,0 +1,495 @@
+"""Collectives message by message; closed forms where they hold.
+
+Where all ranks of a ring, a switch or a full mesh begin at once, and each sends to the ranks at the same distances,
+every link of one kind sees the same messages at the same times. What the one rank sends to a distance arrives at
+itself, as what the rank at that distance before it has sent.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from traceloom.trace.array_types import Bools, Ints
+from traceloom.workload.collective_algorithms import Round, Schedule
+from traceloom.workload.simulate.astra_sim.collectives import (
+    AnalyticalNetwork,
+    Arrive,
+    Clock,
+    CollectivePhase,
+    Event,
+    Link,
+    Links,
+    members_of,
+    whole_ns,
+)
+
+# Of one position in one round: messages out (position, bytes) and in (position, bytes, reduced bytes), in their order.
+Step = tuple[list[tuple[int, int]], list[tuple[int, int, int]]]
+
+
+@lru_cache(maxsize=64)
+def steps_of(schedule: Schedule) -> list[list[Step]]:
+    """The rounds of each position in which it has a part; equal rounds are one object."""
+    steps: list[list[Step]] = [[] for _ in range(schedule.ranks)]
+    made: dict[int, list[tuple[int, Step]]] = {}
+    for part in schedule.rounds:
+        if id(part) not in made:
+            made[id(part)] = _steps(part, schedule.ranks)
+        for position, step in made[id(part)]:
+            steps[position].append(step)
+    return steps
+
+
+def _steps(part: Round, ranks: int) -> list[tuple[int, Step]]:
+    by_source, by_target = (np.argsort(ends, kind="stable") for ends in (part.source, part.target))
+    out = list(zip(part.target[by_source].tolist(), part.bytes[by_source].tolist(), strict=True))
+    into = list(zip(*(column[by_target].tolist() for column in (part.source, part.bytes, part.reduced)), strict=True))
+    of_source, of_target = (
+        np.searchsorted(ends, np.arange(ranks + 1)).tolist()
+        for ends in (part.source[by_source], part.target[by_target])
+    )
+    return [
+        (
+            position,
+            (out[of_source[position] : of_source[position + 1]], into[of_target[position] : of_target[position + 1]]),
+        )
+        for position in range(ranks)
+        if of_source[position] < of_source[position + 1] or of_target[position] < of_target[position + 1]
+    ]
+
+
+class Mailbox:
+    """Messages under way or arrived, and who waits for them: the k-th send of a key is the k-th receive of it.
+
+    Args:
+        clock: When things happen.
+        transmit: Sends a message: (source, target, bytes, arrive, what).
+    """
+
+    def __init__(self, clock: Clock, transmit: Callable[[int, int, int, Event, Any], None]) -> None:
+        self._clock, self._transmit = clock, transmit
+        self._arrived: dict[Any, int] = {}
+        self._awaited: dict[Any, deque[Callable[[], None]]] = {}
+
+    def send(  # noqa: PLR0917  (a message's ends and size are its name)
+        self,
+        key: Any,
+        source: int,
+        target: int,
+        size: int,
+        sent: Callable[[], None] | None = None,
+        took_ns: int | None = None,
+    ) -> None:
+        """Send now; `sent` is called when the message is there, received or not; `took_ns` goes past the network."""
+        if took_ns is None:
+            self._transmit(source, target, size, self._arrive, (key, sent))
+        else:
+            self._clock.at(self._clock.now + took_ns, self._arrive, (key, sent))
+
+    def receive(self, key: Any, received: Callable[[], None]) -> None:
+        """Wait for a message; of one that is there already `received` is called at this time, but later."""
+        if self._arrived.get(key):
+            self._arrived[key] -= 1
+            self._clock.at(self._clock.now, lambda _: received(), None)
+        else:
+            self._awaited.setdefault(key, deque()).append(received)
+
+    def _arrive(self, what: tuple[Any, Callable[[], None] | None]) -> None:
+        key, sent = what
+        if sent:
+            sent()
+        awaited = self._awaited.get(key)
+        if awaited:
+            awaited.popleft()()
+        else:
+            self._arrived[key] = self._arrived.get(key, 0) + 1
+
+
+@dataclass(slots=True)
+class RankQueues:
+    """One rank's queues, and its events: those of one time happen together, in their order.
+
+    Attributes:
+        rank: Which.
+        clock: When things happen.
+        width: How many chunks of a dimension are under way at once.
+        waiting: Of each dimension, its chunks: those under way first.
+        running: Of each dimension, how many are under way.
+    """
+
+    rank: int
+    clock: Clock
+    width: int
+    waiting: dict[int, list[Stream]] = field(default_factory=dict)
+    running: dict[int, int] = field(default_factory=dict)
+    _events: dict[int, list[tuple[Event, Any]]] = field(default_factory=dict)
+
+    def after(self, delay_ns: int, event: Event, what: Any = None) -> None:
+        """Call `event(what)` after a time."""
+        time = self.clock.now + delay_ns
+        events = self._events.get(time)
+        if events is None:
+            self._events[time] = [(event, what)]
+            self.clock.at(time, self._run)
+        else:
+            events.append((event, what))
+
+    def _run(self, _: Any) -> None:
+        now = self.clock.now
+        for event, what in self._events[now]:
+            event(what)
+        del self._events[now]
+
+    def add(self, stream: Stream, dimension: int) -> None:
+        """A chunk asks for a dimension, after all others.
+
+        Whatever the scheduling policy: it orders collectives, of which a rank does one at a time.
+        """
+        self.waiting.setdefault(dimension, []).append(stream)
+
+    def fill(self, dimension: int) -> None:
+        """Begin as many chunks as may be under way."""
+        queue = self.waiting.get(dimension, [])
+        while (running := self.running.get(dimension, 0)) < min(self.width, len(queue)):
+            self.running[dimension] = running + 1
+            queue[running].begin()
+
+
+class Stream:
+    """One rank's part of one chunk.
+
+    Args:
+        queues: Of the rank.
+        mailbox: Where messages go.
+        tag: Equal on all ranks of the chunk, and on no other chunk's.
+        group: Ranks of the collective.
+        phases: What to do.
+        memory_rate: Bytes per second at which a rank reads or writes.
+        done: Called at the end.
+    """
+
+    def __init__(
+        self,
+        queues: RankQueues,
+        mailbox: Mailbox,
+        tag: Any,
+        group: tuple[int, ...],
+        phases: list[CollectivePhase],
+        *,
+        memory_rate: float,
+        done: Callable[[], None],
+    ) -> None:
+        self._queues, self._mailbox, self._tag, self._group = queues, mailbox, tag, group
+        self._phases, self._rate, self._done = deque(phases), memory_rate, done
+        self._phase: CollectivePhase | None = None
+        self._steps: list[Step] = []
+
+    def proceed(self) -> None:
+        """Leave the phase, if any, and ask for the next one."""
+        left = self._phase
+        if not self._phases:
+            self._done()
+        if left is not None:
+            self._queues.waiting[left.dimension].remove(self)
+        if self._phases:
+            phase = self._phase = self._phases.popleft()
+            self._queues.add(self, phase.dimension)
+        if left is not None:
+            self._queues.running[left.dimension] -= 1
+            self._queues.fill(left.dimension)
+        if self._phase is not left and self._phase is not None:
+            self._queues.fill(self._phase.dimension)
+
+    def begin(self) -> None:
+        """The phase's turn has come."""
+        phase = self._phase
+        assert phase is not None
+        members = members_of(phase, self._queues.rank, self._group)
+        self._ranks = members.tolist()
+        self._steps = steps_of(phase.schedule)[self._ranks.index(self._queues.rank)]
+        self._step = self._arrived = self._free = self._sent = 0
+        if phase.window:
+            self._queues.after(phase.delay_ns, self._go_on, phase.window)
+        elif not self._steps or self._steps[0][0]:
+            self._queues.after(phase.delay_ns, self._go)
+        else:
+            self._go(None)
+
+    def _go(self, _: Any) -> None:
+        """The messages of a step; a group of one rank has none."""
+        if not self._steps:
+            self.proceed()
+            return
+        out, into = self._steps[self._step]
+        self._free = 0
+        for k in range(max(len(out), len(into))):
+            if k < len(out):
+                self._send(*out[k])
+            if k < len(into):
+                self._receive(*into[k])
+        if not into:
+            self._next()
+
+    def _go_on(self, more: int) -> None:
+        """The next messages of a window in which there is room for so many more.
+
+        The second step begins once all messages of the first have arrived, reduced or not.
+        """
+        phase = self._phase
+        assert phase is not None
+        self._free += more
+        others = phase.schedule.ranks - 1
+        count = others * len(self._steps)
+        while self._free and self._sent < count:
+            step, k = divmod(self._sent, others)
+            if self._arrived < step * others:
+                break
+            out, into = self._steps[step]
+            self._send(*out[k])
+            self._receive(*into[k])
+            self._sent += 1
+            self._free -= 1
+        if self._sent == count and self._free == phase.window:
+            self.proceed()
+
+    def _send(self, position: int, size: int) -> None:
+        rank, peer = self._queues.rank, self._ranks[position]
+        self._mailbox.send((self._tag, rank, peer, size), rank, peer, size)
+
+    def _receive(self, position: int, size: int, reduced: int) -> None:
+        key = (self._tag, self._ranks[position], self._queues.rank, size)
+        self._mailbox.receive(key, lambda: self._take(reduced))
+
+    def _take(self, reduced: int) -> None:
+        phase = self._phase
+        assert phase is not None
+        if phase.window:
+            reduced = phase.reduced[self._arrived]
+        self._arrived += 1
+        self._queues.after(phase.delay_ns, self._reduce, reduced)
+
+    def _reduce(self, reduced: int) -> None:
+        if reduced:  # it is read twice and written once
+            self._queues.after(3 * int(reduced / self._rate * 1e9), self._have, None)
+        else:
+            self._have(None)
+
+    def _have(self, _: Any) -> None:
+        assert self._phase is not None
+        if self._phase.window:
+            self._go_on(1)
+            return
+        self._free += 1
+        if self._free == len(self._steps[self._step][1]):
+            self._next()
+
+    def _next(self) -> None:
+        self._step += 1
+        if self._step < len(self._steps):
+            self._go(None)
+        else:
+            self.proceed()
+
+
+# (source, target, bytes, sent at) -> there at, all in the order of the messages
+Transmit = Callable[[Ints, Ints, Ints, Ints], Ints]
+
+
+class NoRecurrenceError(Exception):
+    """The order of events decides: rounds for all ranks at once cannot say it."""
+
+
+def ends_by_message(
+    phases: Sequence[CollectivePhase], group: tuple[int, ...], begin_ns: Ints, memory_rate: float, transmit: Transmit
+) -> Ints:
+    """When each rank is done with all chunks of a collective, message by message; arguments as of `ends`."""
+    clock = Clock()
+    end = begin_ns.copy()
+
+    def send(source: int, target: int, size: int, arrive: Event, what: Any) -> None:
+        (there,) = transmit(*(np.array([k]) for k in (source, target, size, clock.now))).tolist()
+        clock.at(there, arrive, what)
+
+    mailbox = Mailbox(clock, send)
+
+    def begin(position: int) -> None:
+        queues = RankQueues(group[position], clock, 1)
+        left = [len(phases)]
+
+        def done() -> None:
+            left[0] -= 1
+            if not left[0]:
+                end[position] = clock.now
+
+        for number, phase in enumerate(phases):
+            Stream(queues, mailbox, number, group, [phase], memory_rate=memory_rate, done=done).proceed()
+
+    for position, time in enumerate(begin_ns.tolist()):
+        clock.at(time, begin, position)
+    clock.run()
+    return end
+
+
+def ends(phase: CollectivePhase, members: Ints, begin_ns: Ints, memory_rate: float, transmit: Transmit) -> Ints:
+    """When each rank is done with one phase of one chunk.
+
+    Args:
+        phase: What is done.
+        members: The rank at each position.
+        begin_ns: When each position begins; shape (ranks,).
+        memory_rate: Bytes per second at which a rank reads or writes.
+        transmit: When messages are there; called once per round.
+
+    Raises:
+        NoRecurrenceError: It must be done message by message.
+    """
+    schedule, delay = phase.schedule, phase.delay_ns
+    ready = begin_ns + np.where(_sends_first(schedule), delay, 0)
+    if phase.window:
+        return _all_to_all_twice(phase, members, ready, memory_rate, transmit)
+    for part in schedule.rounds:
+        there = transmit(members[part.source], members[part.target], part.bytes, ready[part.source])
+        have = np.maximum(there, ready[part.target]) + delay + _reduction(part, memory_rate)
+        if len(part.target) == schedule.ranks and (np.bincount(part.target, minlength=schedule.ranks) == 1).all():
+            after = np.empty_like(ready)
+            after[part.target] = have
+        else:
+            after = ready.copy()
+            np.maximum.at(after, part.target, have)
+        ready = after
+    return ready
+
+
+@lru_cache(maxsize=64)
+def _sends_first(schedule: Schedule) -> Bools:
+    """Places that send in the first round in which they have a part."""
+    first = np.full(schedule.ranks, len(schedule.rounds))
+    sends = first.copy()
+    for number, part in enumerate(schedule.rounds):
+        np.minimum.at(sends, part.source, number)
+        np.minimum.at(first, part.source, number)
+        np.minimum.at(first, part.target, number)
+    at_once: Bools = sends == first
+    return at_once
+
+
+def _reduction(part: Round, memory_rate: float) -> Ints:
+    """What reducing takes: the message is read twice and written once."""
+    reading = whole_ns(part.reduced / memory_rate * 1e9)
+    return 3 * reading
+
+
+def _all_to_all_twice(
+    phase: CollectivePhase, members: Ints, ready: Ints, memory_rate: float, transmit: Transmit
+) -> Ints:
+    """Two rounds of everybody to everybody; the second one begins once all of the first has arrived."""
+    ranks = phase.schedule.ranks
+    first, second = phase.schedule.rounds
+    near, far = (column.reshape(ranks - 1, ranks) for column in (first.source, first.target))  # by distance
+    there = transmit(members[first.source], members[first.target], first.bytes, ready[first.source])
+    arrived = np.empty((ranks - 1, ranks), np.int64)
+    np.put_along_axis(arrived, far, np.maximum(there, ready[first.target]).reshape(near.shape), axis=1)
+    have = np.sort(arrived, axis=0) + phase.delay_ns + _reduction(first, memory_rate)[0]
+    last = arrived.max(axis=0)
+    begun = np.where(have >= last, have, np.iinfo(np.int64).max).min(axis=0)
+    sent = np.maximum(have, begun)  # the k-th message of each position
+    source_sent = np.take_along_axis(sent, near, axis=1).ravel()
+    there = transmit(members[second.source], members[second.target], second.bytes, source_sent)
+    posted = np.take_along_axis(sent, far, axis=1).ravel()
+    done = np.maximum(there, posted) + phase.delay_ns + _reduction(second, memory_rate)
+    if (have == last).any() or (done < have[-1][second.target]).any():
+        raise NoRecurrenceError  # what comes first at one time matters, or what comes back early makes room to send
+    end: Ints = have[-1].copy()
+    np.maximum.at(end, second.target, done)
+    return end
+
+
+@lru_cache(maxsize=64)
+def is_rotation(schedule: Schedule) -> bool:
+    """Whether all ranks send the same, each to the ranks at the same distances."""
+    seen: set[int] = set()
+    for part in schedule.rounds:
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        if len(part.source) % schedule.ranks:
+            return False
+        by_source = np.argsort(part.source, kind="stable").reshape(schedule.ranks, -1)
+        if (part.source[by_source] != np.arange(schedule.ranks)[:, np.newaxis]).any():
+            return False
+        for column in ((part.target - part.source) % schedule.ranks, part.bytes, part.reduced):
+            rows = column[by_source]
+            if (rows != rows[0]).any():
+                return False
+    return True
+
+
+@lru_cache(maxsize=64)
+def _of_first(schedule: Schedule) -> Schedule:
+    """The messages of position 0; equal rounds stay one."""
+    made = {}
+    for part in schedule.rounds:
+        if id(part) not in made:
+            own = (part.source == 0) | (part.target == 0)
+            made[id(part)] = Round(part.source[own], part.target[own], part.bytes[own], part.reduced[own])
+    return Schedule(schedule.ranks, tuple(made[id(part)] for part in schedule.rounds))
+
+
+class _OneRank(Links):
+    """The links of rank 0, each of which stands for its likes."""
+
+    def route(self, source: int, target: int) -> list[Link]:
+        """The links by their likes: those of rank 0."""
+        count = self._fabric.sizes[0]
+        return [
+            (0, (b - a) % count) if max(a, b) < count else (0, count) if b == count else (count, 0)
+            for a, b in super().route(source, target)
+        ]
+
+
+def one_of_all(
+    fabric: AnalyticalNetwork, chunks: list[list[CollectivePhase]], memory_rate: float
+) -> tuple[int, dict[Link, list[int]]]:
+    """How long a collective takes that all ranks begin at once, and what it does to each link.
+
+    Args:
+        fabric: One dimension.
+        chunks: The phases of each chunk.
+        memory_rate: Bytes per second at which a rank reads or writes.
+
+    Returns:
+        Time in ns; bytes, busy and waiting time of each link.
+    """
+    clock, ranks = Clock(), fabric.sizes[0]
+    links = _OneRank(fabric, clock)
+
+    def transmit(source: int, target: int, size: int, arrive: Arrive, what: Any) -> None:
+        (tag, _, _, _), sent = what
+        links.send(source, target, size, arrive, ((tag, (source - target) % ranks, source, size), sent))
+
+    left = [len(chunks)]
+    queues = RankQueues(0, clock, 1)
+    mailbox = Mailbox(clock, transmit)
+
+    def done() -> None:
+        left[0] -= 1
+        if not left[0]:
+            left.append(clock.now)
+
+    for number, own in enumerate(chunks):
+        phases = [replace(phase, schedule=_of_first(phase.schedule)) for phase in own]
+        stream = Stream(queues, mailbox, number, tuple(range(ranks)), phases, memory_rate=memory_rate, done=done)
+        stream.proceed()
+    clock.run()
+    usage = {
+        ((a + shift) % ranks if a < ranks else a, (b + shift) % ranks if b < ranks else b): values
+        for (a, b), values in links.usage.items()
+        for shift in range(ranks)
+    }
+    return left[1], usage

@@ -1,0 +1,450 @@
+"""Latency and bandwidth fitted to recorded collectives.
+
+What is fitted stands in docs/concepts/calibration.md.
+
+What is fitted, and what a recording cannot tell, stands in docs/concepts/calibration.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, get_args
+
+import numpy as np
+import polars as pl
+
+from traceloom import __version__
+from traceloom.analyze.bandwidth import bus_factor, link_of
+from traceloom.analyze.matched_collectives import match_collectives
+from traceloom.analyze.placed_calls import Peak, peaks
+from traceloom.analyze.rank_summary import rank_part
+from traceloom.errors import InputError
+from traceloom.trace.array_types import Floats, Ints
+from traceloom.trace.frames import Result, cast_to_schema, schema
+from traceloom.trace.notice import Notice
+from traceloom.trace.session import Session
+from traceloom.workload.simulate.machine import Collective, Dimension, Machine, MeasuredTransfer
+
+LATENCY_BOUND = 1 << 16
+"""Bytes: of a single size below this the latency is fitted, of one above it the bandwidth."""
+
+APART = 2.0
+"""Sizes within this factor of each other are one: a line through them would tell no latency."""
+
+FITS = 0.05
+"""A line covers sizes whose usual time it misses by no more than this part, or by what their scatter explains."""
+
+FEWEST_SIZES = 3
+"""Distinct sizes of a range with a line of its own."""
+
+_MOST_SIZES = 64
+_FLOOR = 0.02  # of the time: below this a smaller deviation makes no size count more
+_HUBER = 1.5  # deviations beyond which a size counts less
+_TURNS = 20
+_LIMIT = 5.0  # deviations that one size adds to those of a line at most
+_EXCEPTIONS = 0.2  # of the sizes: so many a line may miss
+
+
+class LinearFit(NamedTuple):
+    """Time = alpha_ns + bytes x ns_per_byte.
+
+    Attributes:
+        form: `line`; `latency`: bytes make no difference, or are too few; `bandwidth`: one size, or no latency to see.
+        alpha_ns: At no bytes.
+        ns_per_byte: Of each byte on the bus.
+    """
+
+    form: str
+    alpha_ns: float
+    ns_per_byte: float
+
+    def times(self, size: Floats) -> Floats:
+        """Fitted times of so many bytes, ns; same shape."""
+        return self.alpha_ns + size * self.ns_per_byte
+
+
+class _Sizes(NamedTuple):
+    """Samples by size, ascending; shape (sizes,) each: size, mean of the middle half of times, its relative error."""
+
+    size: Floats
+    time: Floats
+    deviation: Floats
+
+
+def fits(size: Floats, time: Floats, error: Floats | None = None) -> Iterator[tuple[Ints, LinearFit]]:
+    """Fit as many lines as the times need, each to a range of sizes; the ranges follow each other.
+
+    Robust: of each size only the middle half of its times counts, and a size far off its line counts less.
+
+    Args:
+        size: Bytes of each sample, shape (samples,); at least one.
+        time: Its time, above 0, ns.
+        error: By which part of it each time may be wrong, where that is known better than the scatter of times tells.
+
+    Yields:
+        The samples of a range, as places in the arguments, and their line.
+    """
+    number = np.unique(size, return_inverse=True)[1]
+    if number.size and number.max() >= _MOST_SIZES:  # of uneven sizes those within a few per cent are one
+        number = np.unique(np.rint(np.log2(np.maximum(size, 1)) * 8), return_inverse=True)[1]
+    count = np.bincount(number)
+    order = np.lexsort((time, number))
+    turn = np.arange(number.size) - np.repeat(np.cumsum(count) - count, count)  # within its size, by time
+    quarter = np.repeat(count // 4, count)
+    inner = order[(turn >= quarter) & (turn < np.repeat(count, count) - quarter)]
+    usual = np.bincount(number[inner], time[inner]) / np.bincount(number[inner])
+    off = np.abs(time / usual[number] - 1)
+    several = count[number] > 1
+    # medians of few deviations are too small, since their centre was fitted to them
+    scatter = (
+        1.4826 * float(np.median((off * count[number] / (count[number] - 0.8))[several])) if several.any() else 0.0
+    )
+    deviation = 1.1 * scatter / np.sqrt(count) if error is None else np.bincount(number, error) / count
+    sizes = _Sizes(np.bincount(number, size) / count, usual, np.maximum(deviation, _FLOOR))
+    for low, high in _ranges(sizes, 0, count.size):
+        yield np.flatnonzero((number >= low) & (number < high)), _line(sizes, low, high)
+
+
+def _ranges(sizes: _Sizes, low: int, high: int) -> Iterator[tuple[int, int]]:
+    """Ranges of sizes that one line each covers."""
+    cost, covered = _cost(sizes, low, high)
+    breaks = range(low + FEWEST_SIZES, high - FEWEST_SIZES + 1)
+    if not covered and breaks:
+        costs = [_cost(sizes, low, at)[0] + _cost(sizes, at, high)[0] for at in breaks]
+        best = int(np.argmin(costs))
+        if costs[best] < cost / 2:  # else no break is better than chance
+            yield from _ranges(sizes, low, breaks[best])
+            yield from _ranges(sizes, breaks[best], high)
+            return
+    yield low, high
+
+
+def _cost(sizes: _Sizes, low: int, high: int) -> tuple[float, bool]:
+    """Squared deviations of some sizes from their line, single ones limited, and whether it covers them."""
+    part = _Sizes(*(values[low:high] for values in sizes))
+    missed = np.abs(part.time / _line(sizes, low, high).times(part.size) - 1)
+    far = missed > np.maximum(FITS, 3 * part.deviation)
+    return float((np.minimum(missed / part.deviation, _LIMIT) ** 2).sum()), bool(far.mean() <= _EXCEPTIONS)
+
+
+def _line(sizes: _Sizes, low: int, high: int) -> LinearFit:
+    """The line through some sizes, by least squares of the relative deviations; latency and time per byte are >= 0."""
+    size, time, deviation = (values[low:high] for values in sizes)
+    if size[-1] < APART * size[0] or not size[-1]:
+        usual = float(np.median(time))
+        if size[-1] < LATENCY_BOUND:
+            return LinearFit("latency", usual, 0.0)
+        return LinearFit("bandwidth", 0.0, float(np.median(time / size)))
+    constant, linear = 1 / time, size / time
+    base = 1 / deviation**2
+    weight = base
+    alpha = slope = 0.0
+    for _ in range(_TURNS):
+        a, b, c = ((weight * product).sum() for product in (constant**2, constant * linear, linear**2))
+        u, v = ((weight * column).sum() for column in (constant, linear))
+        determinant = a * c - b * b
+        alpha, slope = (u * c - v * b) / determinant, (v * a - u * b) / determinant
+        if alpha < 0:
+            alpha, slope = 0.0, v / c
+        elif slope < 0:
+            alpha, slope = u / a, 0.0
+        off = np.abs(constant * alpha + linear * slope - 1) / deviation
+        weight = base * np.minimum(1.0, _HUBER / np.maximum(off, 1e-12))
+    form = "line" if alpha > 0 and slope > 0 else "latency" if slope <= 0 else "bandwidth"
+    return LinearFit(form, float(alpha), float(slope))
+
+
+_TEXTS = dict.fromkeys(("collective", "span"), pl.String())
+SAMPLES = schema("run collective span ranks size_bytes bus_bytes transfer_ns whole", {"run": pl.Int64, **_TEXTS})
+TRANSFERS = schema(
+    "collective span ranks from_bytes to_bytes size_count count form alpha_ns bandwidth",
+    "residual_p10 residual_p50 residual_p90 whole",
+    {**_TEXTS, "form": pl.String},
+    dict.fromkeys(("alpha_ns", "bandwidth", "residual_p10", "residual_p50", "residual_p90"), pl.Float64),
+)
+CLASS = ("collective", "span", "ranks")
+"""What has a fit of its own."""
+_LEAST = 1e-6  # 10^9 B/s, of a run of barriers
+_STEPS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # of a ring, times (ranks - 1)
+
+
+def fit_transfers(samples: pl.DataFrame, through: pl.DataFrame | None = None) -> pl.DataFrame:
+    """`TRANSFERS` of `SAMPLES`, of which there is at least one: the ranges of sizes of each class leave no gap.
+
+    Args:
+        samples: What residuals are of.
+        through: What the lines go through: one row for each size, as medians are, with a column `error`, by which part
+            of it each may be wrong; None: the samples.
+    """
+    rows: list[tuple[object, ...]] = []
+    points = samples if through is None else through
+    points_of = dict(points.group_by(CLASS))
+    for key, part in samples.sort(*CLASS).group_by(CLASS, maintain_order=True):
+        rows += _fitted(key, part, points_of[key])
+    return pl.DataFrame(rows, schema=TRANSFERS, orient="row")
+
+
+def measured_transfers(transfers: pl.DataFrame) -> tuple[MeasuredTransfer, ...]:
+    """The fits as a machine has them, rounded to what they are worth."""
+    fields = [name for name in transfers.columns if name not in ("size_count", "form", "whole")]
+    rounded = transfers.select(fields).with_columns(
+        pl.col("alpha_ns").round(1), pl.col("bandwidth").round_sig_figs(6), pl.col("^residual.*$").round(4)
+    )
+    return tuple(MeasuredTransfer(**row) for row in rounded.to_dicts())
+
+
+def network_of(
+    ranks: int, per_host: int, transfers: pl.DataFrame, samples: pl.DataFrame, device: str | None = None
+) -> tuple[tuple[Dimension, ...], list[Notice]]:
+    """The dimensions inside and between hosts, as good as the best of their transfers, and what had to be assumed.
+
+    Args:
+        ranks: Of the machine.
+        per_host: Of them on each host.
+        transfers: As `fit_transfers` returns them.
+        samples: What they were fitted to.
+        device: Its name, which tells a link where nothing was transferred inside a host.
+    """
+    spans = [("inside", per_host), ("between", ranks // per_host)] if per_host < ranks else [("inside", ranks)]
+    dimensions, notices = [], []
+    for span, members in spans:
+        if members == 1 < ranks:
+            continue
+        bandwidth, latency, assumed = _link(span, transfers, samples, device)
+        dimensions.append(Dimension("switch", members, bandwidth, latency, name=span))
+        if assumed:
+            text = f"no transfer {span} hosts tells a bandwidth: {assumed}"
+            notices.append(Notice("bandwidth-assumed", "warning", text))
+    return tuple(dimensions), notices
+
+
+def _fitted(key: tuple[object, ...], part: pl.DataFrame, points: pl.DataFrame) -> list[tuple[object, ...]]:
+    """Rows of `TRANSFERS` of one kind, span and group size; their ranges of sizes leave no gap."""
+    columns = ("size_bytes", "bus_bytes", "transfer_ns")
+    size, bus, time = (part[name].cast(pl.Float64).to_numpy() for name in columns)
+    at_size, at_bus, at_time = (points[name].cast(pl.Float64).to_numpy() for name in columns)
+    ranges = list(fits(at_bus, at_time, points["error"].to_numpy() if "error" in points.columns else None))
+    begins = [int(at_size[at].min()) for at, _ in ranges]
+    ends = [*(begin - 1 for begin in begins[1:]), int(at_size.max())]
+    rows = []
+    for (_, line), begin, until in zip(ranges, begins, ends, strict=True):
+        inside = (size >= begin) & (size <= until)
+        off = np.quantile(time[inside] / line.times(bus[inside]) - 1, (0.1, 0.5, 0.9)).tolist()
+        bandwidth = 1 / line.ns_per_byte if line.ns_per_byte else None  # bytes per ns are 10^9 bytes per second
+        rows.append(
+            (*key, begin, until, np.unique(size[inside]).size, int(inside.sum()), line.form, line.alpha_ns, bandwidth,
+             *off, bool(part["whole"].all()))
+        )  # fmt: skip
+    return rows
+
+
+def _link(span: str, transfers: pl.DataFrame, samples: pl.DataFrame, device: str | None) -> tuple[float, float, str]:
+    """Bandwidth (10^9 B/s) and latency (ns) of the links of a span, and what is assumed where nothing tells them.
+
+    The best bandwidth on the bus of any kind, and the least latency of a step of a ring.
+    """
+    measured = transfers.filter(pl.col("span") == span)
+    steps = pl.col("collective").replace_strict(_STEPS, default=None, return_dtype=pl.Int64) * (pl.col("ranks") - 1)
+    steps = steps.fill_null(1)
+    latency = measured.select((pl.col("alpha_ns") / steps).min()).item() or 0.0
+    best = measured["bandwidth"].max()
+    if best is not None:
+        return round(float(best), 3) or _LEAST, round(latency), ""  # type: ignore[arg-type]
+    link = link_of(device) if span == "inside" else None
+    if link is not None:
+        return link.peak_gb_per_s, round(latency), f"that of {link.name} is taken"
+    reached = samples.select((pl.col("bus_bytes") / pl.col("transfer_ns")).max()).item()
+    return max(round(reached, 3), _LEAST), round(latency), "the highest rate of any collective is taken"
+
+
+_PAIRS = ("send", "recv", "receive", "send_recv")
+_JITTER = 1.5  # of the lower quartile of its like: what takes longer has waited for a rank that is not recorded
+
+
+@dataclass(frozen=True)
+class Calibration(Result):
+    """What runs, or measurements on the machine itself, tell of a machine.
+
+    Attributes:
+        machine: With the fitted transfers; its dimensions by hosts, each with the best bandwidth that was reached.
+        transfers: One row per kind, span, group size and range of sizes: collective, span, ranks, from_bytes, to_bytes,
+            size_count (distinct sizes), count (collectives), form (`line`; `latency`: bytes make no difference or are
+            too few; `bandwidth`: one size, or no latency to see), alpha_ns, bandwidth (10^9 B/s on the bus; null for
+            `latency`), residual_p10, residual_p50, residual_p90 ((measured - fitted) / fitted over the collectives),
+            whole (whether all ranks of the groups are recorded; else those that seem to have waited for nobody count).
+        samples: The collectives: run, collective, span, ranks, size_bytes, bus_bytes, transfer_ns (from the last
+            arrival), whole.
+        notices: What was left out or assumed.
+    """
+
+    machine: Machine
+    transfers: pl.DataFrame
+    samples: pl.DataFrame
+    notices: tuple[Notice, ...] = ()
+
+
+def calibrate(runs: Sequence[Session], *, ranks_per_host: int | None = None) -> Calibration:
+    """Fit the collectives of runs on one machine.
+
+    Args:
+        runs: Recorded runs; the more ranks of each the better, since then late arrivals are told from slow transfers.
+        ranks_per_host: Ranks are numbered host by host, so many on each; where None the traces tell their hosts.
+
+    Raises:
+        InputError: slug `nothing-to-calibrate`: no collective whose kind, size, group and hosts are known.
+    """
+    hosts = [_hosts(run, ranks_per_host) for run in runs]
+    all_calls = pl.concat([_calls(run).with_columns(run=pl.lit(number, pl.Int64)) for number, run in enumerate(runs)])
+    members = all_calls.select("run", "members").unique(maintain_order=True)
+    spans = [None if ranks is None else _span(ranks, hosts[run]) for run, ranks in members.rows()]
+    placed = all_calls.join(
+        members.with_columns(pl.Series("span", spans, pl.String)), on=["run", "members"], nulls_equal=True,
+        how="left", maintain_order="left",
+    )  # fmt: skip
+    usable = pl.all_horizontal(
+        pl.col("collective").is_in(get_args(Collective)),
+        pl.col("size_bytes", "span", "bus_factor").is_not_null(),
+        pl.col("transfer_ns") > 0,
+    ).fill_null(value=False)
+    left_out = placed.filter(~usable)
+    notices = []
+    if left_out.height:
+        kinds = ", ".join(left_out["collective"].fill_null("unknown").unique().sort())
+        text = (
+            f"{left_out.height} of {placed.height} collectives do not count ({kinds}): their kind, size, group or "
+            "hosts are not known"
+        )
+        notices.append(Notice("collectives-not-calibrated", "warning", text, left_out.height))
+    samples = placed.filter(usable).with_columns(bus_bytes=pl.col("size_bytes") * pl.col("bus_factor"))
+    # Of groups that are not wholly recorded only what seems to have waited for nobody; nothing where others are whole.
+    like = [*CLASS, "size_bytes"]
+    quick = pl.col("transfer_ns") <= _JITTER * pl.col("transfer_ns").quantile(0.25, "lower").over(like)
+    samples = samples.filter("whole" | (~pl.col("whole").any().over(CLASS) & quick)).pipe(cast_to_schema, SAMPLES)
+    if not samples.height:
+        message = "no collective of these runs has a known kind, size and group, and hosts that are known"
+        hint = "PyTorch 2.2 or newer says sizes and groups; --ranks-per-host tells hosts that no trace names"
+        raise InputError(message, slug="nothing-to-calibrate", where=" ".join(run.name for run in runs), hint=hint)
+    transfers = fit_transfers(samples)
+    partial = transfers.filter(~pl.col("whole"))
+    if partial.height:
+        text = (
+            f"not all ranks of the groups of {partial['count'].sum()} collectives are recorded: of each size the "
+            "quickest count, and what all of them waited is part of their latency"
+        )
+        notices.append(Notice("ranks-missing", "warning", text, int(partial["count"].sum())))
+    machine, more = _machine(runs, hosts, transfers, samples)
+    return Calibration(machine, transfers, samples, (*notices, *more))
+
+
+def _calls(run: Session) -> pl.DataFrame:
+    """One row per collective: collective, members, ranks, size_bytes, bus_factor, transfer_ns, whole.
+
+    The transfer is the time from the last arrival to the end, the median over the recorded ranks; of a collective of
+    which one rank is recorded it is all the time of that rank.
+    """
+    parts = [rank_part(trace) for trace in run.traces]
+    matched = match_collectives(parts).parts.select("part", "event", "instance", joined_ns="transfer_ns")
+    calls = pl.concat(
+        [
+            part.calls.filter(pl.col("where") == ("device" if part.ledger.device is not None else "host")).with_columns(
+                part=pl.lit(number, pl.Int64)
+            )
+            for number, part in enumerate(parts)
+        ]
+    )
+    pair, barrier = pl.col("kind").is_in(_PAIRS), pl.col("kind") == "barrier"
+    both = pl.concat_list(pl.min_horizontal("rank", "peer"), pl.max_horizontal("rank", "peer"))
+    joined = calls.join(matched, on=["part", "event"], how="left", maintain_order="left").with_columns(
+        pl.when(pair).then(pl.lit("send")).otherwise("kind").alias("collective"),
+        pl.when(pair).then(2).otherwise("group_size").alias("ranks"),
+        pl.when(pair).then(both).otherwise("members").cast(pl.List(pl.Int32)).alias("members"),
+        pl.coalesce("joined_ns", "duration_ns").alias("transfer_ns"),
+        pl.coalesce("instance", -1 - pl.int_range(pl.len())).alias("instance"),
+        pl.when(barrier).then(0).otherwise("size_bytes").alias("size_bytes"),
+    )
+    together = joined.group_by("instance", maintain_order=True).agg(
+        pl.col("collective", "members", "ranks").first(),
+        pl.col("size_bytes").max(),
+        pl.col("transfer_ns").median().cast(pl.Int64),
+        pl.len().alias("recorded"),
+    )
+    # a file that does not say its groups may show that all ranks of the job take part
+    world = run.world_size or 0
+    ranks = pl.coalesce("ranks", pl.when(pl.col("recorded") == world).then(world))
+    all_ranks = pl.when(ranks == world).then(pl.int_ranges(0, pl.lit(world, pl.Int32), dtype=pl.Int32))
+    grouped = together.with_columns(ranks.alias("ranks"), pl.coalesce("members", all_ranks).alias("members"))
+    kinds = grouped.select("collective", "ranks").unique().drop_nulls()
+    factors = [bus_factor(kind, count) for kind, count in kinds.rows()]
+    return (
+        grouped.join(
+            kinds.with_columns(pl.Series("bus_factor", factors, pl.Float64)), on=["collective", "ranks"], how="left",
+            maintain_order="left",
+        )
+        .with_columns((pl.col("recorded") >= pl.col("ranks")).fill_null(value=False).alias("whole"))
+        .filter(pl.col("ranks").ne_missing(1))
+    )  # fmt: skip
+
+
+def _hosts(run: Session, ranks_per_host: int | None) -> Mapping[int, str]:
+    """The host of each rank: as given, as traces say, else that of its block of as many ranks as a host has devices.
+
+    Launchers number ranks host by host; where the recorded ranks are not numbered so, nothing is said of the others.
+    """
+    recorded = {trace.rank: trace.meta.host for trace in run.traces if trace.rank is not None and trace.meta.host}
+    visible = max((trace.devices.height for trace in run.traces), default=0)
+    world = run.world_size or 0
+    if ranks_per_host is not None:
+        return {rank: f"host {rank // ranks_per_host}" for rank in range(world)}
+    blocks = {rank // visible: host for rank, host in recorded.items()} if visible else {}
+    by_block = all(blocks[rank // visible] == host for rank, host in recorded.items()) if visible else False
+    if world <= visible:  # the whole job is on one host
+        names = set(recorded.values())
+        return dict.fromkeys(range(world), next(iter(names), "host")) if len(names) < 2 else recorded
+    if visible < 2 or not by_block or len(set(blocks.values())) < len(blocks):
+        return recorded
+    return {rank: blocks.get(rank // visible, f"host of rank {rank - rank % visible}") for rank in range(world)}
+
+
+def _span(members: Sequence[int], hosts: Mapping[int, str]) -> str | None:
+    """`inside` a host, `between` hosts, or None where that is not known."""
+    different = {hosts[rank] for rank in members if rank in hosts}
+    if len(different) > 1:
+        return "between"
+    return "inside" if different and all(rank in hosts for rank in members) else None
+
+
+def _machine(
+    runs: Sequence[Session], hosts: Sequence[Mapping[int, str]], transfers: pl.DataFrame, samples: pl.DataFrame
+) -> tuple[Machine, list[Notice]]:
+    """The machine of the run with most ranks, with what was fitted to all of them."""
+    number = max(range(len(runs)), key=lambda number: runs[number].world_size or len(runs[number].traces))
+    run, of_rank = runs[number], hosts[number]
+    world = max(run.world_size or 0, *(rank + 1 for rank in of_rank), len(run.traces))
+    by_host: dict[str, list[int]] = {}
+    for rank, host in sorted(of_rank.items()):
+        by_host.setdefault(host, []).append(rank)
+    sizes = {len(ranks) for ranks in by_host.values()}
+    size = sizes.pop() if len(sizes) == 1 and len(of_rank) == world else world
+    notices = []
+    if (size == world and len(by_host) > 1) or len(of_rank) < world:
+        text = (
+            f"the hosts of the {world} ranks are not all known, or hold different numbers of them: one dimension joins "
+            "all ranks"
+        )
+        notices.append(Notice("hosts-unknown", "warning", text))
+    device = next((name for trace in run.traces for name in trace.devices["name"].drop_nulls()), None)
+    dimensions, more = network_of(world, size, transfers, samples, device)
+    names = ", ".join(Path(run.name).name for run in runs)
+    order = [rank for ranks in by_host.values() for rank in ranks] if size < world else []
+    machine = Machine(
+        dimensions,
+        name=f"the machine of {Path(run.name).name}",
+        source=f"traceloom calibrate {__version__}: {samples.height} collectives of {names}",
+        order=() if order == sorted(order) else tuple(order),
+        per_host=size,
+        device=next((peak for trace in run.traces for peak in peaks(trace).values() if isinstance(peak, Peak)), None),
+        transfers=measured_transfers(transfers),
+    )
+    return machine, [*notices, *more]

@@ -1,0 +1,319 @@
+"""The same work on another device: how long each kernel would take there, by which rule, and between which limits.
+
+A kernel keeps the share of its roofline that it was measured to reach: its time times the ratio of the two rooflines.
+What each rule assumes stands in docs/concepts/simulation-device.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from traceloom.analyze.kernel_efficiency import FAR, SHORT_NS, VERY_FAR
+from traceloom.analyze.kernel_kinds import kinds
+from traceloom.analyze.kernel_rules import ELIGIBLE, Matcher, built_in_kind_rules, gpu_work
+from traceloom.analyze.modelled_calls import LINK_COPIES
+from traceloom.analyze.placed_calls import Peak, peak_of, place_on_roofline
+from traceloom.analyze.roofline import Given
+from traceloom.changes.changes import TARGETS
+from traceloom.changes.scenario import Scenario
+from traceloom.changes.whatif import changed_graph
+from traceloom.errors import UsageError
+from traceloom.graph import Plan
+from traceloom.graph import graph as gs
+from traceloom.graph.graph import Graph, point_times
+from traceloom.trace.array_types import Bools, Ints
+from traceloom.trace.frames import Result, cast_to_schema, schema
+from traceloom.trace.session import Session
+
+RULES = {
+    "roofline": "kernels whose operator has a model, and that come near its roofline: the ratio of the two rooflines; "
+    "the interval ends where they take as long as here, and never beats the roofline there",
+    "short of roofline": "modelled kernels too short or too narrow to come near their roofline: the same ratio; since "
+    "neither peak decides how long they take, they may as well become longer by it",
+    "peak": "kernels without a model whose kind calculates: the ratio of the peaks of their element type; the interval "
+    "reaches to the ratio of bandwidths and to as long as here",
+    "bandwidth": "kernels without a model whose kind moves bytes: the ratio of bandwidths of the memory; the interval "
+    "reaches to the ratio of peaks and to as long as here",
+    "device copy": "copies and fills inside the device: the ratio of bandwidths; the interval ends at as long as here",
+    "same device": "all work of the device, where no other device is asked for: as long as here",
+    "link copy": "copies between host and device: as long as here, since the link is none of the device's peaks",
+    "communication": "as long as here: the network is the machine's",
+    "host": "work of host threads: times the host factor",
+}
+"""What takes how long there, rule by rule."""
+RuleType = pl.Enum(list(RULES))
+ACCOUNT_SCHEMA = schema("rule kind count here_ns there_ns low_ns high_ns", {"rule": RuleType})
+_KNOWN = schema(
+    "rank event kind peak roofline_here roofline_there arithmetic matrix",
+    {"peak": pl.Int64, "roofline_here": pl.Float64, "roofline_there": pl.Float64, "matrix": pl.Boolean},
+)
+_MOST_FACTOR = 1e6
+_SAME = Peak("the recorded device", {}, 1.0)
+_DEVICE = (gs.KERNEL, gs.COPY, gs.FILL)
+
+# What the names of matrix kernels say of their element type; first match wins.
+_ELEMENT_TYPES = (
+    ("fp8", r"(?i)e4m3|e5m2|fp8|float8|f8f8"),
+    ("int8", r"(?i)imma|s8s8|i8816|int8"),
+    ("bf16", r"(?i)bf16|bfloat16|_BBS|_BS_"),
+    ("fp16", r"(?i)f16f16|fp16|half|h1688|h16816|hgemm|_HHS|_HSS|_HS_"),
+    ("tf32", r"(?i)tf32|xf32"),
+    ("fp64", r"(?i)dgemm|f64f64|fp64"),
+    ("fp32", r"(?i)sgemm|f32f32|_SB_"),
+)
+
+
+@dataclass(frozen=True)
+class DeviceChange(Result):
+    """What another device makes of the work of a graph.
+
+    Attributes:
+        device: The device there.
+        recorded: The devices of the recording.
+        host_factor: Host work takes so many times as long there.
+        before_ns: From the first to the last moment of the graph, as measured.
+        after_ns: The same there, with communication as it was measured.
+        low_ns: The least it can take by the rules' intervals.
+        high_ns: The most.
+        account: Work of all ranks, one row per rule and kind of GPU work: rule (see `RULES`), kind (null on the host),
+            count, here_ns, there_ns, low_ns, high_ns.
+    """
+
+    device: str
+    recorded: tuple[str, ...]
+    host_factor: float
+    before_ns: int
+    after_ns: int
+    low_ns: int
+    high_ns: int
+    account: pl.DataFrame
+
+
+@dataclass(frozen=True)
+class Rescaled:
+    """A graph on another device.
+
+    Attributes:
+        graph: As if it had been measured there, with communication as long as it was.
+        low: The same with all work as short as the rules' intervals allow.
+        high: The same with all work as long as they allow.
+        account: What was scaled by which rule.
+    """
+
+    graph: Graph
+    low: Graph
+    high: Graph
+    account: DeviceChange
+
+
+def rescale(
+    graph: Graph,
+    session: Session | None,
+    device: Peak | str | None,
+    *,
+    host_factor: float = 1.0,
+    recorded: Given = None,
+) -> Rescaled:
+    """Put the work of a graph on another device. On the recorded device all stays as it was, to the nanosecond.
+
+    Args:
+        graph: Calibrated, of the traces of the session or of one of its steps.
+        session: The traces; None where there are none, as for a saved graph: all kernels go by their kind then.
+        device: A device's name, `bf16=989e12,memory=3.35e12`, or a `Peak`; the recorded one, whatever it is, where
+            None.
+        host_factor: How many times as long host work takes there.
+        recorded: The recorded device, where the traces do not name one whose peaks are known.
+
+    Raises:
+        UsageError: slugs `no-such-device`, `bad-peak`, `bad-host-factor`; `no-recorded-device`: the peaks of the
+            recorded device are not known.
+    """
+    if not 0 < host_factor < _MOST_FACTOR:
+        message = f"the host factor {host_factor:g} is not a number above 0"
+        raise UsageError(message, slug="bad-host-factor", hint="0.8 makes host work a fifth shorter")
+    there = _SAME if device is None else _complete(peak_of(device))
+    base = Scenario.of(graph)
+    work = graph.nodes.filter(pl.Series(base.nodes(*_DEVICE))).select(
+        "node", "rank", "event", "name", node_kind=pl.col("kind").cast(pl.String)
+    )
+    work = work.with_columns(pl.Series("ns", base.work_ns[work["node"].to_numpy()]))
+    copies = graph.transfers.select("node", copied="kind")
+    work = work.join(copies, on="node", how="left", maintain_order="left")
+    here = None if recorded is None else peak_of(recorded)
+    if device is None or not (work.height or here):
+        session, here = None, there
+    traced, devices = _of_traces(graph, session, there, here)
+    work = work.join(traced, on=["rank", "event"], how="left", maintain_order="left", nulls_equal=True)
+    scaled = _by_rule(_kinds_by_name(work), devices, there)
+    if device is None:
+        scaled = scaled.with_columns(rule=pl.lit("same device"))
+    host = base.nodes(*TARGETS["host"][0])
+    plan = Plan(graph)
+    works, graphs = [base.work_ns], [graph]
+    for column in ("ratio", "low", "high"):
+        factor = np.where(host, host_factor, 1.0)
+        factor[scaled["node"].to_numpy()] = scaled[column].to_numpy()
+        scenario = base.copy()
+        scenario.work_ns = np.rint(base.work_ns * factor).astype(np.int64)
+        works.append(scenario.work_ns)
+        graphs.append(changed_graph(graph, scenario, scenario.times(plan)))
+    before, after, low, high = (int(np.ptp(point_times(each))) if each.nodes.height else 0 for each in graphs)
+    account = DeviceChange(
+        there.name,
+        tuple(dict.fromkeys(peak.name for peak in devices)),
+        host_factor,
+        before,
+        after,
+        low,
+        high,
+        _account(graph, scaled, host, works),
+    )
+    return Rescaled(graphs[1], graphs[2], graphs[3], account)
+
+
+def _complete(peak: Peak) -> Peak:
+    """The peak, which has a bandwidth: no rule does without."""
+    if peak.memory is None:
+        raise UsageError(
+            f"the peaks of {peak.name} lack the memory bandwidth", slug="bad-peak", hint="add it, as memory=3.35e12"
+        )
+    return peak
+
+
+def _of_traces(
+    graph: Graph, session: Session | None, there: Peak, recorded: Peak | None
+) -> tuple[pl.DataFrame, list[Peak]]:
+    """What the traces say of each piece of GPU work (`_KNOWN`; `peak` is a place in the list), and their devices."""
+    frames = [pl.DataFrame(schema=_KNOWN)]
+    devices: list[Peak] = []
+    for trace in () if session is None else session.traces:
+        # a trace that is alone need not say its rank: the graph does
+        rank = trace.rank if trace.rank is not None or graph.ranks.height != 1 else graph.ranks["rank"][0]
+        here, other = place_on_roofline(trace, recorded), place_on_roofline(trace, there)
+        numbers: dict[int, int] = {}
+        for device, peak in here.devices.items():
+            if isinstance(peak, str):
+                hint = "name it with --recorded-device, as `H100 SXM`, or give its peaks: bf16=989e12,memory=3.35e12"
+                message = f"the recorded device cannot be compared with {there.name}: {peak}"
+                raise UsageError(message, slug="no-recorded-device", hint=hint)
+            if peak not in devices:
+                devices.append(_complete(peak))
+            numbers[device] = devices.index(peak)
+        calls = here.calls.select("position", "arithmetic", "matrix", "gpu_ns", roofline_here="roofline_ns").join(
+            other.calls.select("position", roofline_there="roofline_ns"), on="position", how="left"
+        )
+        of_matrix = calls.filter("matrix").group_by("arithmetic").agg(pl.col("gpu_ns").sum())
+        usual = (
+            of_matrix.sort("gpu_ns", "arithmetic", descending=[True, False])["arithmetic"].first()
+            if calls.height
+            else None
+        )
+        work = gpu_work(trace).select("event", "device").with_columns(kinds(trace)["kind"].cast(pl.String))
+        # each piece of a call's work has its share of the call's roofline
+        share = pl.when(pl.col("gpu_ns") > 0).then(pl.col("ns") / pl.col("gpu_ns"))
+        traced = (
+            work.join(here.work.select("event", "position", "ns"), on="event", how="left")
+            .join(calls, on="position", how="left")
+            .with_columns(
+                pl.col("roofline_here", "roofline_there") * share,
+                pl.lit(rank).alias("rank"),
+                pl.col("device").replace_strict(numbers, default=None, return_dtype=pl.Int64).alias("peak"),
+                # matrix work without a model mostly has the element type of that with one
+                pl.coalesce("arithmetic", pl.lit(usual, pl.String)).alias("arithmetic"),
+            )
+        )
+        frames.append(traced.pipe(cast_to_schema, _KNOWN))
+    if not devices:
+        if recorded is None:
+            message = "the recorded device is not known: a graph does not hold its name"
+            raise UsageError(message, slug="no-recorded-device", hint="name it with --recorded-device, as `H100 SXM`")
+        devices.append(_complete(recorded))
+    return pl.concat(frames).unique(["rank", "event"], keep="first"), devices
+
+
+def _kinds_by_name(work: pl.DataFrame) -> pl.DataFrame:
+    """The kind of work that no trace tells, by its name alone."""
+    names = work.filter(pl.col("kind").is_null())["name"].drop_nulls().unique()
+    matcher = Matcher.of(built_in_kind_rules())
+    nothing = np.zeros(names.len(), dtype=np.uint64)
+    first = matcher.first(names, np.arange(names.len()), nothing, nothing)
+    rules = [*(rule.kind for rule in matcher.rules), "other"]
+    table = pl.DataFrame(
+        {"name": names, "by_name": [rules[number] for number in first]}, schema_overrides={"by_name": pl.String}
+    )
+    named = work.join(table, on="name", how="left", maintain_order="left")
+    copy = pl.when(pl.col("node_kind") != gs.KERNEL).then(pl.lit("copy"))
+    return named.with_columns(pl.coalesce("kind", copy, "by_name", pl.lit("other")).alias("kind"))
+
+
+def _by_rule(work: pl.DataFrame, devices: list[Peak], there: Peak) -> pl.DataFrame:
+    """Add `rule`, and `ratio`, `low` and `high`: how many times as long each piece takes there, and the interval."""
+    matrix = pl.col("kind").is_in(ELIGIBLE)
+    by_name = (pl.when(pl.col("name").str.contains(pattern)).then(pl.lit(dtype)) for dtype, pattern in _ELEMENT_TYPES)
+    modelled = (pl.col("roofline_here") > 0) & (pl.col("roofline_there") > 0)
+    classed = work.with_columns(
+        pl.col("peak").fill_null(0),
+        modelled.fill_null(value=False).alias("modelled"),
+        pl.when(matrix).then(pl.coalesce(*by_name, "arithmetic")).otherwise(pl.lit("fp32")).alias("element_type"),
+        matrix.alias("calculates"),
+    )
+    keys = ["peak", "element_type", "calculates"]
+    ratios = []
+    for number, dtype, calculates in classed.select(keys).unique().rows():
+        here = devices[number]
+        rates = [device.rate(dtype or "", matrix=calculates) for device in (here, there)]
+        of_peaks = rates[0] / rates[1] if rates[0] and rates[1] else None
+        ratios.append((number, dtype, calculates, (here.memory or 0) / (there.memory or 1), of_peaks))
+    table = pl.DataFrame(
+        ratios, {**classed.select(keys).schema, "bandwidth": pl.Float64(), "peaks": pl.Float64()}, orient="row"
+    )
+    rows = classed.join(table, on=keys, how="left", maintain_order="left", nulls_equal=True)
+    ns, roofline = pl.col("ns"), pl.col("roofline_there") / pl.col("roofline_here")
+    link, copy = pl.col("copied").is_in(LINK_COPIES), pl.col("node_kind") != gs.KERNEL
+    short = ((ns < SHORT_NS) & (pl.col("roofline_here") < FAR * ns)) | (pl.col("roofline_here") < VERY_FAR * ns)
+    by_peak = pl.col("calculates") & pl.col("peaks").is_not_null()
+    rule = (
+        pl.when(copy & link.fill_null(value=False)).then(pl.lit("link copy"))
+        .when(pl.col("modelled") & short).then(pl.lit("short of roofline")).when("modelled").then(pl.lit("roofline"))
+        .when(copy).then(pl.lit("device copy")).when(by_peak).then(pl.lit("peak")).otherwise(pl.lit("bandwidth"))
+    )  # fmt: skip
+    bandwidth, same = pl.col("bandwidth"), pl.lit(1.0)
+    least = pl.min_horizontal(roofline, pl.col("roofline_there") / ns)  # nothing beats the roofline there
+    ends = {  # the ratio, and what else the interval reaches to
+        "roofline": (roofline, pl.max_horizontal(same, least)),
+        "short of roofline": (roofline, 1 / roofline),
+        "peak": (pl.col("peaks"), bandwidth, same),
+        "bandwidth": (bandwidth, pl.col("peaks"), same),
+        "device copy": (bandwidth, same),
+        "link copy": (same,),
+    }
+    interval = pl.coalesce(pl.when(pl.col("rule") == name).then(pl.concat_list(*of)) for name, of in ends.items())
+    return rows.with_columns(rule.alias("rule")).with_columns(
+        interval.list.first().alias("ratio"), interval.list.min().alias("low"), interval.list.max().alias("high")
+    )
+
+
+def _account(graph: Graph, scaled: pl.DataFrame, host: Bools, works: Sequence[Ints]) -> pl.DataFrame:
+    """The work by rule and kind, as it is measured and in each of the three cases."""
+    columns = ("here_ns", "there_ns", "low_ns", "high_ns")
+    all_works = pl.DataFrame(dict(zip(columns, works, strict=True)))
+    duration = graph.nodes.filter(pl.col("kind").is_in(gs.COMMUNICATION))["duration_ns"]
+    frames = [
+        scaled.select("rule", "kind").hstack(all_works[scaled["node"]]),
+        pl.DataFrame(dict.fromkeys(columns, duration)).select(
+            pl.lit("communication").alias("rule"), pl.lit("communication").alias("kind"), *columns
+        ),
+        all_works.filter(pl.Series(host)).select(
+            pl.lit("host").alias("rule"), pl.lit(None, pl.String).alias("kind"), *columns
+        ),
+    ]
+    sums = (
+        pl.concat(frames)
+        .group_by(pl.col("rule").cast(RuleType), "kind")
+        .agg(pl.len().alias("count"), pl.col(columns).sum())
+    )
+    return sums.sort("rule", "here_ns", descending=[False, True]).pipe(cast_to_schema, ACCOUNT_SCHEMA)

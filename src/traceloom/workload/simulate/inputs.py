@@ -1,0 +1,312 @@
+"""What can be simulated, as a graph; foreign files joined; one side alone.
+
+Such files hold durations and dependencies. Communications of a group are one operation by their order in it: the order
+of the files, where dependencies allow it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+
+from traceloom.errors import CheckError, InputError, UsageError
+from traceloom.formats.chakra.files import GROUP_FILES, read_groups
+from traceloom.graph import graph as graph_store
+from traceloom.graph import graph as gs
+from traceloom.graph import link_session
+from traceloom.graph.communication import POINT_TO_POINT
+from traceloom.graph.graph import Graph
+from traceloom.graph.job import add_rendezvous
+from traceloom.system.files import note_input
+from traceloom.trace.notice import Notice
+from traceloom.trace.session import Session
+from traceloom.workload.chakra.check_files import Arcs, settle
+from traceloom.workload.chakra.convert import ConversionInput, is_chakra
+from traceloom.workload.simulate.evaluation import as_evaluated
+from traceloom.workload.simulate.transfers import operations
+
+SIDES = ("communication", "compute")
+
+
+def isolated(graph: Graph, side: str) -> Graph:
+    """The graph in which only one side takes time.
+
+    Of `communication` that is the transfers, and the work of communication that meets nobody; of `compute` the work of
+    all other nodes and the delays between them. What waits for the other side waits for what that waited for.
+
+    Args:
+        graph: Any graph.
+        side: One of `SIDES`.
+    """
+    communicates = pl.col("kind").cast(pl.String).is_in([*gs.COMMUNICATION, gs.RENDEZVOUS, gs.ARRIVAL])
+    node_side = graph.nodes.select(communicates).to_series()
+    # Out of a meeting, into an arrival, and everything else between the parts of a communication.
+    edge_side = graph.edges["kind"].cast(pl.String) == "rendezvous"
+    stays = (node_side, edge_side) if side == "communication" else (~node_side, ~edge_side)
+    nodes, edges = (
+        frame.with_columns(pl.when(pl.lit(kept)).then(name).otherwise(0).alias(name) for name in columns)
+        for frame, kept, columns in (
+            (graph.nodes, stays[0], ("work_ns", "residual_ns")),
+            (graph.edges, stays[1], ("delay_ns", "residual_ns")),
+        )
+    )
+    return replace(graph, nodes=nodes, edges=edges)
+
+
+_ALL = ("", "0")  # names of the group of all ranks
+
+
+def joined(graph: Graph, groups: Mapping[str, Sequence[int]] | None) -> Graph:
+    """The graph with the meetings of its communications; their transfers take what their nodes took.
+
+    Args:
+        graph: Of files of other writers, one rank after the other.
+        groups: Members of each group by name; None where nobody says.
+
+    Raises:
+        InputError: slugs `group-outside-world`: a group has a rank without a file; `collective-mismatch`: ranks do
+            not agree on what they do together.
+        CheckError: slug `deadlock`: a rank waits for what never comes.
+    """
+    about = graph.communication
+    if not about.height:
+        return graph
+    nodes = graph.nodes.height
+    source, target = (graph.edges[end].to_numpy().astype(np.int64) for end in ("source", "target"))
+    position = np.empty(nodes, dtype=np.int64)
+    position[settle(nodes, Arcs(source, target), np.arange(nodes)).order] = np.arange(nodes)
+    at = about["node"].to_numpy()
+    world = sorted(set(graph.nodes["rank"].drop_nulls().to_list()))
+    members, notices = _members(about, graph.nodes["rank"].gather(at), groups, world)
+    together = ~about["kind"].is_in(POINT_TO_POINT).fill_null(value=False)
+    sends = pl.col("kind") == "send"
+    of_group = pl.col("group").replace_strict(members, default=None, return_dtype=pl.List(pl.Int32))
+    rows = about.with_columns(
+        graph.nodes["rank"].gather(at),
+        pl.col("group").fill_null(""),
+        together=together,
+        position=pl.Series(position[at]),
+    ).with_columns(
+        ranks=pl.when("together").then(of_group),
+        # Of a message the two ends and the tag count, not the group.
+        source=pl.when(~pl.col("together")).then(pl.when(sends).then("rank").otherwise("peer")),
+        target=pl.when(~pl.col("together")).then(pl.when(sends).then("peer").otherwise("rank")),
+        of=pl.when("together").then("group"),
+    )
+    # The k-th of a rank is the k-th of the others; of messages the k-th send is the k-th receive.
+    side, tag = (pl.when(~pl.col("together")).then(name) for name in ("kind", "tag"))
+    rows = rows.with_columns(
+        nth=pl.col("position").rank("ordinal").over("rank", side, "of", "source", "target", tag).cast(pl.Int64) - 1
+    )
+    rows = rows.with_columns(
+        group_size=pl.col("ranks").list.len().cast(pl.Int32),
+        sequence=pl.when("together").then("nth"),
+        key=pl.struct("of", "source", "target", tag, "nth").rank("dense"),
+    )
+    _all_there(rows)
+    _alike(rows, graph.name)
+    _messages_matched(rows)
+    several = pl.col("node").count().over("key") > 1
+    described = rows.with_columns(instance=pl.when(several).then(pl.col("key").cast(pl.Int64) - 1))
+    described = described.select(gs.GRAPH_SCHEMAS["communication"].names()).cast(gs.GRAPH_SCHEMAS["communication"])
+    graph = replace(graph, communication=described, world_size=len(world), notices=(*graph.notices, *notices))
+    meeting = add_rendezvous(graph, ["inferred"] * described.height)
+    # Out of a meeting the part takes as long as its node did; what meets nobody, or waits for nobody, stays as it is.
+    out_of = meeting.edges["to_end"] & (meeting.edges["kind"] == "rendezvous")
+    took = meeting.nodes["duration_ns"].gather(meeting.edges["target"])
+    waiting = meeting.edges.filter(out_of)["target"].unique()
+    waits = pl.col("node").is_in(waiting.implode())
+    return replace(
+        meeting,
+        nodes=meeting.nodes.with_columns(work_ns=pl.when(waits).then(0).otherwise("work_ns")),
+        edges=meeting.edges.with_columns(delay_ns=pl.when(out_of).then(took).otherwise("delay_ns")),
+    )
+
+
+def _members(
+    about: pl.DataFrame, ranks: pl.Series, groups: Mapping[str, Sequence[int]] | None, world: Sequence[int]
+) -> tuple[dict[str, list[int]], list[Notice]]:
+    """The members of every group that is named, and what was assumed."""
+    issuing = (
+        about.select(pl.col("group").fill_null(""), ranks, "kind")
+        .filter(~pl.col("kind").is_in(POINT_TO_POINT).fill_null(value=False))
+        .group_by("group")
+        .agg(pl.col("rank").unique().sort())
+    )
+    members: dict[str, list[int]] = {}
+    assumed = []
+    for name, own in sorted(issuing.iter_rows()):
+        if groups is not None and name in groups:
+            outside = sorted(set(groups[name]) - set(world))
+            if outside:
+                raise InputError(
+                    f"group `{name}` names rank {outside[0]}, of which there is no file",
+                    slug="group-outside-world",
+                    hint=f"the files are of ranks {world[0]} to {world[-1]}: give those of all ranks",
+                )
+            members[name] = sorted(groups[name])
+        elif name in _ALL:
+            members[name] = list(world)
+        else:
+            members[name] = own
+            assumed.append(name)
+    if not assumed:
+        return members, []
+    text = f"nobody says who is in {len(assumed)} groups (first `{assumed[0]}`): those that use them are taken"
+    return members, [Notice("groups-assumed", "warning", text, len(assumed))]
+
+
+def _all_there(rows: pl.DataFrame) -> None:
+    """Every member of a group comes to each of its communications, or those that come wait for ever."""
+    counts = rows.filter("together").group_by("group", "rank").agg(pl.len().alias("count"), pl.col("ranks").first())
+    for (group,), own in counts.sort("group", "rank").group_by("group", maintain_order=True):
+        issued = dict(zip(own["rank"].to_list(), own["count"].to_list(), strict=True))
+        most = max(issued, key=lambda rank: (issued[rank], -rank))
+        short = next((rank for rank in own["ranks"][0].to_list() if issued.get(rank, 0) < issued[most]), None)
+        if short is not None:
+            name = f"group `{group}`" if group not in _ALL else "the group of all ranks"
+            raise CheckError(
+                f"deadlock: rank {most} waits for rank {short} at communication {issued.get(short, 0) + 1} of {name}, "
+                f"and rank {short} comes to {issued.get(short, 0)} only",
+                slug="deadlock",
+                hint="traceloom validate says more",
+            )
+
+
+def _alike(rows: pl.DataFrame, where: str) -> None:
+    """All ranks do the same in each communication of a group."""
+    differ = rows.filter("together").filter(pl.col("kind").n_unique().over("key") > 1).sort("position", "rank")
+    if differ.height:
+        first = differ.filter(pl.col("key") == differ["key"][0]).sort("rank")
+        each = "; ".join(f"rank {row['rank']} does {row['kind']}" for row in first.head(4).to_dicts())
+        name = f"group `{first['group'][0]}`" if first["group"][0] not in _ALL else "the group of all ranks"
+        raise InputError(
+            f"communication {first['nth'][0] + 1} of {name} is not one: {each}",
+            slug="collective-mismatch",
+            where=where,
+            hint="traceloom validate says which",
+        )
+
+
+def _messages_matched(rows: pl.DataFrame) -> None:
+    """Every receive has its send; a send that nobody receives waits for nobody."""
+    received = rows.filter((pl.col("kind") == "receive").fill_null(value=False))
+    sent = rows.filter((pl.col("kind") == "send").fill_null(value=False))
+    alone = received.join(sent, on="key", how="anti").sort("rank", "position")
+    if alone.height:
+        first = alone.row(0, named=True)
+        raise CheckError(
+            f"deadlock: rank {first['rank']} waits for a message from rank {first['peer']} (tag {first['tag']}, "
+            f"{first['out_bytes']} bytes) that is never sent",
+            slug="deadlock",
+            hint="traceloom validate says more",
+        )
+
+
+@dataclass(frozen=True)
+class SimulationInput:
+    """A workload that is ready to be simulated.
+
+    Attributes:
+        graph: Its graph, with the meetings of all ranks.
+        name: What the user gave.
+        measured: Whether its times were measured; else they follow from the durations in its files.
+        serial: Whether a lane of the device does one thing at a time in an order that the graph does not hold.
+        session: The traces, where it was read from traces.
+        only: The side that alone takes time; None where both do.
+    """
+
+    graph: Graph
+    name: str
+    measured: bool
+    serial: bool = False
+    session: Session | None = None
+    only: str | None = None
+
+
+AnyWorkload = str | Path | Sequence[str | Path] | Graph | Session | SimulationInput
+
+
+def open_input(
+    workload: AnyWorkload,
+    *,
+    groups: str | Path | None = None,
+    only: str | None = None,
+    step: int | None = None,
+    cache: bool = True,
+) -> SimulationInput:
+    """Read what shall be simulated.
+
+    Args:
+        workload: Files or directories as `traceloom.load` takes them, a `.graph`, a directory of `.et` files; or what
+            was read of it already; what was opened is given back as it is.
+        groups: The file that says which ranks are in which group, of `.et` files; where None the one beside them.
+        only: One of `SIDES`: the other side takes no time.
+        step: One step of a recorded run.
+        cache: Look into the cache of read traces, and fill it.
+
+    Raises:
+        UsageError: slugs `no-file`, `wrong-usage`: a step of what has none, groups of what has its own, a side that
+            there is not.
+        InputError: A file is refused; slug `not-a-group-file`: that of the groups.
+    """
+    if isinstance(workload, SimulationInput):
+        return workload
+    if only is not None and only not in SIDES:
+        raise UsageError(
+            f"`{only}` is no side of a workload", slug="wrong-usage", hint=f"one side alone is {' or '.join(SIDES)}"
+        )
+    chakra = False
+    session = None
+    members = None
+    if isinstance(workload, (Graph, Session)):
+        graph = workload if isinstance(workload, Graph) else link_session(workload, step=step)
+        session = workload if isinstance(workload, Session) else None
+        name = workload.name
+    else:
+        paths = [Path(workload)] if isinstance(workload, (str, Path)) else [Path(path) for path in workload]
+        name = " ".join(map(str, paths))
+        first = paths[0] if paths else Path()
+        chakra = any(map(is_chakra, paths))
+        if chakra or any(path.name.endswith(graph_store.ENDING) for path in paths):
+            if len(paths) > 1:
+                raise UsageError(
+                    "a workload is one directory of .et files, or one graph",
+                    slug="wrong-usage",
+                    hint="name the directory that holds the files of all ranks",
+                )
+            with ConversionInput(first) as source:
+                graph = source.graph()
+            if chakra:
+                beside = first if first.is_dir() else first.parent
+                group_path = groups or next((beside / name for name in GROUP_FILES if (beside / name).is_file()), None)
+                if group_path is not None:
+                    note_input(Path(group_path))
+                    named = read_groups(Path(group_path))
+                    if named.faults:
+                        raise InputError(named.faults[0], slug="not-a-group-file", where=str(group_path))
+                    members = named.members or {}
+        else:
+            from traceloom.formats import load
+
+            session = load(*paths, cache=cache)
+            name = session.name
+            graph = link_session(session, step=step)
+    if step is not None and session is None:
+        raise UsageError("--step is of recorded runs", slug="wrong-usage", hint="leave it out, or name the run")
+    if groups is not None and not chakra:
+        raise UsageError("--groups is of .et files", slug="wrong-usage", hint="leave it out: what is recorded knows")
+    serial = session is None and not graph.delays.height and (graph.edges["evidence"] == "assumed").all()
+    measured = not serial
+    graph = replace(graph, name=name)
+    if serial:
+        graph = joined(graph, members)
+    if only is not None:
+        graph, measured = isolated(graph, only), False
+    if not measured:
+        graph = as_evaluated(graph, operations(graph), serial=serial)
+    return SimulationInput(graph, name, measured, serial, session, only)

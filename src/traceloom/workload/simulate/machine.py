@@ -1,0 +1,454 @@
+"""What a machine consists of: `machine.toml` as objects (docs/reference/machine.md)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Annotated, Literal, NamedTuple
+
+import numpy as np
+from msgspec import Meta
+
+from traceloom.analyze.bandwidth import bus_factor
+from traceloom.analyze.placed_calls import Peak
+from traceloom.errors import UsageError
+from traceloom.trace.array_types import Floats, Ints
+from traceloom.workload.collective_algorithms import KINDS_OF, power_of_two
+
+Topology = Literal["ring", "fully-connected", "switch", "torus", "mesh", "fat-tree", "links"]
+Collective = Literal[
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter", "barrier",
+    "send",
+]  # fmt: skip
+Algorithm = Literal["ring", "direct", "halving-doubling", "double-tree", "tree", "two-level"]
+Span = Literal["inside", "between"]
+MOST_RANKS = 1 << 20
+MOST_LINKS = 1 << 25
+Bandwidth = Annotated[float, Meta(gt=0)]  # 10^9 bytes per second, each direction
+Nanoseconds = Annotated[float, Meta(ge=0)]
+Factor = Annotated[float, Meta(gt=0)]
+Count = Annotated[int, Meta(ge=1)]
+Member = Annotated[int, Meta(ge=0)]
+Node = Annotated[int, Meta(ge=0, lt=MOST_RANKS)]
+
+SHAPED = ("torus", "mesh")
+_USUAL: dict[str, Algorithm] = {
+    "all_to_all": "direct", "gather": "direct", "scatter": "direct", "send": "direct",
+    "broadcast": "tree", "reduce": "tree", "barrier": "tree",
+}  # fmt: skip
+_SMALL_ALL_REDUCE = 1 << 16  # bytes; below, the number of hops counts more than the bytes
+
+
+def bad_machine(message: str, hint: str = "") -> UsageError:
+    """The error for a machine that cannot be."""
+    return UsageError(message, slug="bad-machine", hint=hint)
+
+
+class Wire(NamedTuple):
+    """One link of a list of links, both directions alike.
+
+    Attributes:
+        first: A member of the dimension's group; numbers from `size` on are switches between the members.
+        second: Another.
+        bandwidth: Of the link, 10^9 B/s; the dimension's where None.
+        latency: Of the link, ns; the dimension's where None.
+    """
+
+    first: Node
+    second: Node
+    bandwidth: Bandwidth | None = None
+    latency: Nanoseconds | None = None
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """One dimension of the network: how the members of each of its groups are joined.
+
+    Attributes:
+        topology: How.
+        size: Members of a group.
+        bandwidth: Of one link in each direction, 10^9 B/s.
+        latency: Of one link, ns.
+        name: What to call it.
+        shape: Of a torus or mesh: members along each axis, the first changes fastest.
+        radix: Of a fat tree: members below one leaf switch.
+        oversubscription: Of a fat tree: bandwidth of the members below a leaf / of the leaf towards the spine.
+        links: Of the topology `links`.
+        shared: Whether a member is a whole block of the dimensions before, with one link for all its ranks (a host
+            with one network card); else each rank of the block has its own.
+    """
+
+    topology: Topology
+    size: Count
+    bandwidth: Bandwidth
+    latency: Nanoseconds = 0.0
+    name: str = ""
+    shape: tuple[Count, ...] = ()
+    radix: Count | None = None
+    oversubscription: Annotated[float, Meta(ge=1)] = 1.0
+    links: tuple[Wire, ...] = ()
+    shared: bool = False
+
+    def __post_init__(self) -> None:
+        numbers = [self.bandwidth, self.latency, self.oversubscription]
+        numbers += [value for wire in self.links for value in wire[2:] if value is not None]
+        if not all(map(math.isfinite, numbers)):
+            raise bad_machine("bandwidth and latency are finite numbers")
+        for key, owners in (("shape", SHAPED), ("radix", ("fat-tree",)), ("links", ("links",))):
+            if getattr(self, key) and self.topology not in owners:
+                raise bad_machine(f"`{key}` belongs to {' and '.join(owners)}, not to the topology {self.topology}")
+            if not getattr(self, key) and self.topology in owners:
+                raise bad_machine(f"the topology {self.topology} needs `{key}`")
+        if self.oversubscription != 1 and self.topology != "fat-tree":
+            raise bad_machine(f"`oversubscription` belongs to a fat-tree, not to the topology {self.topology}")
+        if self.topology in SHAPED and math.prod(self.shape) != self.size:
+            product = " x ".join(map(str, self.shape))
+            raise bad_machine(f"the shape {product} has {math.prod(self.shape)} members, the size is {self.size}")
+        self._check_wires()
+
+    @property
+    def link_count(self) -> int:
+        """Links of one group, at most."""
+        per_member = {"fully-connected": self.size, "links": 0, "fat-tree": 4}.get(self.topology, 2)
+        return self.size * per_member * max(len(self.shape), 1) + 2 * len(self.links)
+
+    def _check_wires(self) -> None:
+        """Refuse a list of links that leaves a member alone, or that names one twice."""
+        pairs = set()
+        root: dict[int, int] = {}
+
+        def root_of(node: int) -> int:
+            while root.get(node, node) != node:
+                node = root[node]
+            return node
+
+        for wire in self.links:
+            first, second = wire[:2]
+            if first == second:
+                raise bad_machine(f"the link [{first}, {second}] joins {first} with itself")
+            if frozenset(wire[:2]) in pairs:
+                hint = "give one link with the bandwidth of both"
+                raise bad_machine(f"the link [{first}, {second}] stands twice", hint)
+            pairs.add(frozenset(wire[:2]))
+            roots = sorted((root_of(first), root_of(second)))
+            root.update(dict.fromkeys((first, second, *roots), roots[0]))
+        for member in range(self.size if self.links else 0):
+            if root_of(member) != root_of(0):
+                raise bad_machine(f"no links lead from member 0 to member {member}")
+
+
+@dataclass(frozen=True)
+class Nic:
+    """What a rank can send and receive, whatever links it has.
+
+    Attributes:
+        bandwidth: Of one rank in each direction, 10^9 B/s.
+        of: `outer`: what leaves the innermost dimension; `all`: everything.
+    """
+
+    bandwidth: Bandwidth
+    of: Literal["outer", "all"] = "outer"
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.bandwidth):
+            raise bad_machine("bandwidth is a finite number")
+
+
+@dataclass(frozen=True)
+class AlgorithmRule:
+    """Which algorithm a collective uses.
+
+    Attributes:
+        collective: The kind.
+        use: The algorithm.
+        below: Only for sizes below so many bytes; None: for all.
+    """
+
+    collective: Collective
+    use: Algorithm
+    below: Count | None = None
+
+    def __post_init__(self) -> None:
+        kind = "all_reduce" if self.collective == "barrier" else self.collective
+        if kind not in KINDS_OF[self.use]:
+            able = [name for name, kinds in KINDS_OF.items() if kind in kinds]
+            hint = f"{', '.join(able)} can do it" if able else "a send is one message"
+            raise bad_machine(f"there is no {self.use} algorithm for {self.collective}", hint)
+
+
+@dataclass(frozen=True)
+class SpeedFactor:
+    """Ranks that are faster or slower than the others.
+
+    Attributes:
+        ranks: Which.
+        device: Speed of their devices: 0.5 takes twice as long.
+        network: The same for their links.
+    """
+
+    ranks: tuple[Member, ...]
+    device: Factor = 1.0
+    network: Factor = 1.0
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.device) or not math.isfinite(self.network):
+            raise bad_machine("speed factors are finite numbers")
+        if not self.ranks:
+            raise bad_machine("`ranks` names no rank")
+
+
+@dataclass(frozen=True)
+class MeasuredTransfer:
+    """Time of a collective as it was measured: `alpha_ns + bytes on the bus / bandwidth`.
+
+    Attributes:
+        collective: The kind.
+        span: `inside`: all ranks in one host; `between`: in several.
+        ranks: Size of the group.
+        from_bytes: Smallest size measured, as in the column `size_bytes` of the collectives.
+        to_bytes: Largest.
+        alpha_ns: What no byte pays for, ns.
+        bandwidth: Bus bandwidth, 10^9 B/s; None where bytes make no difference.
+        residual_p10: (measured - fitted) / fitted: a tenth of the measurements lies below.
+        residual_p50: Half of them.
+        residual_p90: A tenth lies above.
+        count: Measurements.
+    """
+
+    collective: Collective
+    span: Span
+    ranks: Count
+    from_bytes: Member
+    to_bytes: Member
+    alpha_ns: Nanoseconds
+    bandwidth: Bandwidth | None = None
+    residual_p10: float = 0.0
+    residual_p50: float = 0.0
+    residual_p90: float = 0.0
+    count: Member = 0
+
+    def __post_init__(self) -> None:
+        residuals = self.residual_p10, self.residual_p50, self.residual_p90
+        if not all(map(math.isfinite, (self.alpha_ns, self.bandwidth or 1.0, *residuals))):
+            raise bad_machine("numbers of a transfer are finite")
+        if self.from_bytes > self.to_bytes:
+            raise bad_machine(f"`from_bytes` {self.from_bytes:,} is above `to_bytes` {self.to_bytes:,}")
+
+    @property
+    def group(self) -> tuple[str, str, int]:
+        """Which collectives it is of: kind, span, ranks."""
+        return self.collective, self.span, self.ranks
+
+    def outside(self, size_bytes: int) -> int:
+        """By how many bytes a size lies outside what was measured; 0 inside."""
+        return max(self.from_bytes - size_bytes, size_bytes - self.to_bytes, 0)
+
+    def time_ns(self, size_bytes: float, ranks: int | None = None) -> float:
+        """How long such a collective takes, of any size.
+
+        A group of another size has the same bandwidth on the bus, and the latency of as many more steps of a ring.
+        """
+        ranks = self.ranks if ranks is None else ranks
+        steps = (ranks - 1) / (self.ranks - 1) if self.ranks > 1 else 1.0
+        on_bus = size_bytes * bus_factor(self.collective, ranks)
+        return self.alpha_ns * steps + (on_bus / self.bandwidth if self.bandwidth else 0.0)
+
+
+class MeasuredTime(NamedTuple):
+    """What was measured says of a collective.
+
+    Attributes:
+        time_ns: From the last arrival to the end; None where nothing alike was measured.
+        flags: What lies outside of what was measured: `kind`, `span` (no time then), `group` (its size), `size`.
+    """
+
+    time_ns: float | None
+    flags: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine: devices and the network that joins them.
+
+    Ranks have places 0, 1, ... Dimension 0 joins neighbouring places: place = c0 + size0 * (c1 + size1 * (c2 + ...)).
+
+    Attributes:
+        dimensions: Of the network, the innermost first; none of one rank alone.
+        name: What to call it.
+        source: Where the figures are from.
+        nic: Limit of each rank; None: its links alone.
+        order: The rank at each place; empty: place and rank are the same.
+        per_host: Ranks of one host; None: those of dimension 0 where there are several dimensions, else all.
+        algorithms: The first that matches is used.
+        device: What every rank computes with; None where the machine does not say.
+        slow: Ranks that differ.
+        transfers: What was measured.
+        price_per_hour: Of one rank; None where unknown.
+    """
+
+    dimensions: tuple[Dimension, ...]
+    name: str = ""
+    source: str = ""
+    nic: Nic | None = None
+    order: tuple[int, ...] = ()
+    per_host: int | None = None
+    algorithms: tuple[AlgorithmRule, ...] = ()
+    device: Peak | None = None
+    slow: tuple[SpeedFactor, ...] = ()
+    transfers: tuple[MeasuredTransfer, ...] = field(default=(), repr=False)
+    price_per_hour: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.dimensions and (self.device is None or self.nic is not None):
+            raise bad_machine("a machine needs at least one `[[network]]`", "one rank alone needs a `[device]`")
+        if self.ranks > MOST_RANKS:
+            raise bad_machine(f"the machine has {self.ranks:,} ranks, more than {MOST_RANKS:,}")
+        if sum(self.ranks // part.size * part.link_count for part in self.dimensions) > MOST_LINKS:
+            raise bad_machine(f"the network has more than {MOST_LINKS:,} links", "a switch has fewest")
+        if self.dimensions and self.dimensions[0].shared:
+            raise bad_machine("the innermost dimension cannot be `shared`: nothing is inside its members")
+        if self.price_per_hour is not None and not 0 <= self.price_per_hour < math.inf:
+            raise bad_machine(f"expected the price to be a number of at least 0, got {self.price_per_hour}")
+        if self.order and sorted(self.order) != list(range(self.ranks)):
+            raise bad_machine(
+                f"the order of the ranks has not each of 0 to {self.ranks - 1} once",
+                "give one rank for each place, or no order",
+            )
+        if self.per_host is not None and (self.per_host < 1 or self.ranks % self.per_host):
+            raise bad_machine(f"{self.ranks} ranks are no number of hosts of {self.per_host}")
+        for factor in self.slow:
+            if max(factor.ranks) >= self.ranks:
+                raise bad_machine(f"`slow` names rank {max(factor.ranks)}, the machine has ranks 0 to {self.ranks - 1}")
+        measured = sorted(self.transfers, key=lambda transfer: (*transfer.group, transfer.from_bytes))
+        for first, second in pairwise(measured):
+            if first.group == second.group and second.from_bytes <= first.to_bytes:
+                raise bad_machine(
+                    f"two transfers of {first.collective} {first.span} {first.ranks} ranks overlap at "
+                    f"{second.from_bytes:,} bytes"
+                )
+
+    @cached_property
+    def ranks(self) -> int:
+        """How many ranks it has."""
+        return math.prod(dimension.size for dimension in self.dimensions)
+
+    def check(self, ranks: int) -> None:
+        """Refuse a workload of another number of ranks.
+
+        Raises:
+            UsageError: slug `machine-size`.
+        """
+        if self.ranks != ranks:
+            raise self._other_size(ranks, "change a size, as with --set network.0.size=N")
+
+    def _other_size(self, ranks: int, hint: str) -> UsageError:
+        sizes = " x ".join(str(dimension.size) for dimension in self.dimensions) or "no network"
+        return UsageError(
+            f"the machine has {self.ranks} ranks ({sizes}), the workload has {ranks}", slug="machine-size", hint=hint
+        )
+
+    @property
+    def ranks_per_host(self) -> int:
+        """Ranks of one host."""
+        return self.per_host or (self.dimensions[0].size if len(self.dimensions) > 1 else self.ranks)
+
+    @cached_property
+    def places(self) -> Ints:
+        """The place of each rank, shape (ranks,)."""
+        return np.argsort(self.order).astype(np.int64) if self.order else np.arange(self.ranks, dtype=np.int64)
+
+    def span(self, members: Sequence[int] | Ints) -> Span:
+        """Whether the ranks are inside one host or between several."""
+        hosts = self.places[np.asarray(members, dtype=np.int64)] // self.ranks_per_host
+        return "inside" if hosts.size == 0 or hosts.min() == hosts.max() else "between"
+
+    def device_speeds(self) -> Floats:
+        """Speed factor of each rank's device, shape (ranks,); factors of several entries multiply."""
+        return self._speeds("device")
+
+    def network_speeds(self) -> Floats:
+        """The same of its links."""
+        return self._speeds("network")
+
+    def _speeds(self, what: Literal["device", "network"]) -> Floats:
+        speeds = np.ones(self.ranks)
+        for factor in self.slow:
+            speeds[list(factor.ranks)] *= getattr(factor, what)
+        return speeds
+
+    def algorithm(self, collective: str, size_bytes: int, ranks: int) -> Algorithm:
+        """Which algorithm a collective uses: the first entry that matches, else the usual one.
+
+        Args:
+            collective: Its kind.
+            size_bytes: Its size, as in the column `size_bytes`.
+            ranks: Of its group.
+
+        Raises:
+            UsageError: slug `no-such-schedule`: the algorithm needs a power of two.
+        """
+        usual = _USUAL.get(collective, "ring")
+        if collective == "all_reduce" and size_bytes < _SMALL_ALL_REDUCE:
+            usual = "double-tree"
+        rules = (rule for rule in self.algorithms if rule.collective == collective)
+        use = next((rule.use for rule in rules if rule.below is None or size_bytes < rule.below), usual)
+        if use == "halving-doubling":
+            power_of_two(ranks, use)
+        return use
+
+    def transfer(self, collective: str, members: Sequence[int] | Ints, size_bytes: int) -> MeasuredTransfer | None:
+        """What was measured of such a collective, or None where nothing was.
+
+        Where the size was not measured, the entry of the nearest size that was; the answer lies outside its range then.
+        """
+        group = (collective, self.span(members), len(members))
+        return min(
+            (transfer for transfer in self.transfers if transfer.group == group),
+            key=lambda transfer: transfer.outside(size_bytes),
+            default=None,
+        )
+
+    def transfer_of(self, collective: str, span: Span, ranks: int, size_bytes: int) -> MeasuredTime:
+        """How long such a collective takes by what was measured, and what of it was not.
+
+        Where no group of its size was measured, the one nearest in size stands for it; other spans never do.
+        """
+        alike = [transfer for transfer in self.transfers if transfer.collective == collective]
+        inside = [transfer for transfer in alike if transfer.span == span]
+        if not inside:
+            return MeasuredTime(None, ("span",) if alike else ("kind",) if self.transfers else ())
+        near = min({transfer.ranks for transfer in inside}, key=lambda count: (abs(math.log(count / ranks)), count))
+        group = [transfer for transfer in inside if transfer.ranks == near]
+        nearest = min(group, key=lambda transfer: transfer.outside(size_bytes))
+        flags = ("group",) * (near != ranks) + ("size",) * (nearest.outside(size_bytes) > 0)
+        return MeasuredTime(nearest.time_ns(size_bytes, ranks), flags)
+
+    def for_ranks(self, ranks: int) -> Machine:
+        """The same machine with so many ranks: more or fewer members of the outermost dimension, or a part of one host.
+
+        Raises:
+            UsageError: slug `machine-size`: no such number fits.
+        """
+        if ranks == self.ranks:
+            return self
+        if not self.dimensions:
+            raise self._other_size(ranks, "measure or describe its network")
+        sizes = []
+        rest = ranks
+        for dimension in self.dimensions[:-1]:
+            if rest % dimension.size and rest > dimension.size:
+                raise self._other_size(ranks, f"a multiple of {dimension.size} fits")
+            sizes.append(min(rest, dimension.size))
+            rest //= sizes[-1]
+        sizes.append(rest)
+        for dimension, size in zip(self.dimensions, sizes, strict=True):
+            if dimension.size != size and dimension.topology in (*SHAPED, "links"):
+                raise self._other_size(ranks, f"the size of the {dimension.topology} is its own: write another machine")
+        if self.order or self.slow:
+            raise self._other_size(ranks, "it names single ranks (`order`, `slow`): write another machine")
+        dimensions = (replace(dimension, size=size) for dimension, size in zip(self.dimensions, sizes, strict=True))
+        per_host = self.per_host and min(self.per_host, ranks)
+        return replace(self, dimensions=tuple(dimensions), per_host=per_host)

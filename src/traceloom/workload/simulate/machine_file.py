@@ -1,0 +1,332 @@
+"""`machine.toml`: read, changed by `--set`, and written."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import msgspec
+
+from traceloom.analyze.placed_calls import Peak, find, peak_of
+from traceloom.errors import InputError, UsageError, nearest, other_version, unreadable
+from traceloom.system.files import note_input, read_small
+from traceloom.system.text import json_line
+from traceloom.workload.simulate.machine import (
+    Algorithm,
+    AlgorithmRule,
+    Collective,
+    Count,
+    Dimension,
+    Machine,
+    MeasuredTransfer,
+    Member,
+    Nic,
+    Span,
+    SpeedFactor,
+    Topology,
+)
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # pragma: no cover - the tests run on newer ones
+    import tomli as tomllib
+
+FORMAT = "traceloom-machine"
+VERSION = 1
+MOST_BYTES = 1 << 24
+_PRESETS = files("traceloom.workload.simulate") / "presets"
+
+
+@dataclass(frozen=True)
+class _RanksTable:
+    order: tuple[Member, ...] = ()
+    per_host: Count | None = None
+
+
+@dataclass(frozen=True)
+class _DeviceTable:
+    name: str = ""
+    peaks: dict[str, float] | None = None
+
+    def peak(self) -> Peak:
+        if self.peaks is None:
+            return peak_of(self.name)
+        peak = peak_of(self.peaks)
+        return Peak(self.name or peak.name, peak.flops, peak.memory)
+
+    def __post_init__(self) -> None:
+        self.peak()
+
+
+@dataclass(frozen=True)
+class _MachineDocument:
+    """The whole file."""
+
+    network: tuple[Dimension, ...] = ()
+    format: Literal["traceloom-machine"] = FORMAT  # type: ignore[assignment]
+    version: Literal[1] = VERSION  # type: ignore[assignment]
+    name: str = ""
+    source: str = ""
+    price_per_hour: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    nic: Nic | None = None
+    ranks: _RanksTable = _RanksTable()
+    algorithm: tuple[AlgorithmRule, ...] = ()
+    device: _DeviceTable | None = None
+    slow: tuple[SpeedFactor, ...] = ()
+    transfer: tuple[MeasuredTransfer, ...] = ()
+
+    def machine(self) -> Machine:
+        return Machine(
+            dimensions=self.network,
+            name=self.name,
+            source=self.source,
+            nic=self.nic,
+            order=self.ranks.order,
+            per_host=self.ranks.per_host,
+            algorithms=self.algorithm,
+            device=None if self.device is None else self.device.peak(),
+            slow=self.slow,
+            transfers=self.transfer,
+            price_per_hour=self.price_per_hour,
+        )
+
+
+# Which tables hold what, so that an unknown key is named with its place.
+_TABLES: dict[str, type] = {
+    "network": Dimension, "nic": Nic, "ranks": _RanksTable, "algorithm": AlgorithmRule, "device": _DeviceTable,
+    "slow": SpeedFactor, "transfer": MeasuredTransfer,
+}  # fmt: skip
+_LISTS = ("network", "algorithm", "slow", "transfer")
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "format": (FORMAT,), "version": (VERSION,), "topology": get_args(Topology), "collective": get_args(Collective),
+    "use": get_args(Algorithm), "span": get_args(Span), "of": ("outer", "all"),
+}  # fmt: skip
+
+_WORDS = {"int": "a whole number", "float": "a number", "str": "a text", "array": "a list", "object": "a table"}
+
+
+def presets() -> tuple[str, ...]:
+    """Names of the machines that come with Traceloom."""
+    return tuple(
+        sorted(entry.name.removesuffix(".toml") for entry in _PRESETS.iterdir() if entry.name.endswith(".toml"))
+    )
+
+
+def read_machine(path: str | Path, overrides: Sequence[str] = ()) -> Machine:
+    """The machine in a `machine.toml`, or a preset by its name.
+
+    Args:
+        path: The file, or the name of a preset. A file of that name counts first.
+        overrides: Of `--set`: `network.0.bandwidth=100`, `network.nvlink.latency=500`, `nic.bandwidth=25`.
+
+    Raises:
+        InputError: slugs `bad-machine`, `unreadable`: the file is no machine; `other-version`.
+        UsageError: slugs `no-such-machine`, `bad-override`.
+    """
+    if str(path) in presets() and not Path(path).exists():
+        content, where = (_PRESETS / f"{path}.toml").read_bytes(), str(path)
+    else:
+        if not Path(path).exists() and Path(path).suffix != ".toml":
+            raise UsageError(
+                f"there is no file and no preset `{path}`",
+                slug="no-such-machine",
+                hint=nearest(str(path), presets()) + f"the presets are {', '.join(presets())}",
+            )
+        try:
+            content, where = read_small(path, MOST_BYTES), str(path)
+        except OSError as error:
+            raise unreadable(path, error) from error
+        note_input(path)
+    try:
+        document = tomllib.loads(content.decode("utf-8"))
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+        raise InputError(f"the machine is no TOML: {error}", slug="bad-machine", where=where) from error
+    version = document.get("version", VERSION)
+    if isinstance(version, int) and version != VERSION:
+        raise other_version("machine", version, VERSION, where)
+    return changed(machine_of(document, where), overrides)
+
+
+def changed(machine: Machine, overrides: Iterable[str]) -> Machine:
+    """The machine with the values of `--set`.
+
+    Args:
+        machine: As it was read.
+        overrides: `PATH=VALUE` each, with the names and numbers (from 0) of the file: `network.0.bandwidth=100`.
+            A table of a list goes by its number or its name.
+
+    Raises:
+        UsageError: slug `bad-override`: no such place, or the machine cannot be so.
+    """
+    overrides = tuple(overrides)
+    if not overrides:
+        return machine
+    document = machine_document(machine)
+    for override in overrides:
+        path, equals, text = override.partition("=")
+        if not equals or not path.strip():
+            raise _bad_override(f"expected PATH=VALUE, got `{override}`", "write for example network.0.bandwidth=100")
+        try:
+            value = tomllib.loads(f"value = {text}")["value"]
+        except (tomllib.TOMLDecodeError, RecursionError):
+            value = text.strip()  # a word needs no quotes
+        _set(document, path.strip().split("."), value, override)
+    try:
+        return machine_of(document, f"--set {' '.join(overrides)}")
+    except InputError as error:
+        raise UsageError(error.message, slug="bad-override", where=error.where, hint=error.hint) from error
+
+
+def _bad_override(message: str, hint: str) -> UsageError:
+    return UsageError(message, slug="bad-override", hint=hint)
+
+
+def _set(document: dict[str, Any], keys: list[str], value: Any, override: str) -> None:
+    """Put one value into its place."""
+    table: Any = document
+    for depth, key in enumerate(keys[:-1]):
+        if isinstance(table, list) and all(isinstance(entry, dict) for entry in table):
+            names = [str(entry.get("name", "")) for entry in table]
+            index = names.index(key) if key in names else int(key) if key.isdecimal() else len(table)
+            if index >= len(table):
+                path = ".".join(keys[:depth])
+                entries = f"{len(table)} entries" if len(table) != 1 else "1 entry"
+                raise _bad_override(f"`{path}` has no `{key}` in `{override}`", f"it has {entries}, counted from 0")
+            table = table[index]
+        elif depth == 0 and key not in _TABLES:
+            hint = nearest(key, _TABLES) + f"the tables are {', '.join(_TABLES)}"
+            raise _bad_override(f"a machine has no table `{key}` in `{override}`", hint)
+        elif isinstance(table, dict):
+            table = table.setdefault(key, [] if key in _LISTS else {})
+    if not isinstance(table, dict):
+        raise _bad_override(f"`{override}` names no key", "write for example network.0.bandwidth=100")
+    table[keys[-1]] = value
+
+
+def machine_of(document: dict[str, Any], where: str) -> Machine:
+    """The machine that a document describes.
+
+    Raises:
+        InputError: slug `bad-machine`.
+    """
+    try:
+        for path, table, kind in _tables(document):
+            names = [field.name for field in fields(kind)]
+            unknown = next((key for key in table if key not in names), None)
+            if unknown is not None:
+                hint = nearest(unknown, names) + f"{path or 'a machine'} has {', '.join(names)}"
+                raise InputError(
+                    f"`{unknown}` is no key of {path or 'a machine'}", slug="bad-machine", where=where, hint=hint
+                )
+        return msgspec.convert(document, _MachineDocument).machine()
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at `$")
+        path = path.rstrip("`").lstrip(".")
+        value, hint = _value_at(document, path), ""
+        key = path.rpartition(".")[2]
+        if message.startswith("Invalid enum value"):
+            hint = nearest(str(value), map(str, _CHOICES[key]))
+            message = f"expected one of {', '.join(map(str, _CHOICES[key]))}, got {value!r}"
+        elif message.startswith("Expected"):
+            expected = message.partition(", got")[0]
+            for name, words in _WORDS.items():
+                expected = expected.replace(f"`{name}`", words)
+            message = f"{expected}, got {value!r}"
+        elif message.startswith("Object missing"):
+            message = message.replace("Object missing required field", "there is no key", 1)
+        message = message[:1].lower() + message[1:]
+        raise InputError(
+            message, slug="bad-machine", where=", ".join(filter(None, (where, path))), hint=hint
+        ) from error
+    except UsageError as error:
+        raise InputError(error.message, slug="bad-machine", where=where, hint=error.hint) from error
+
+
+def _value_at(document: Any, path: str) -> Any:
+    """The value at a path such as `network[0].size`; None where the path leads nowhere."""
+    value = document
+    for key in re.findall(r"[^.\[\]]+", path):
+        if isinstance(value, list) and key.isdecimal():
+            value = value[int(key)]
+        else:
+            value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def _tables(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], type]]:
+    """Each table of a document with its path and what it should hold."""
+    yield "", document, _MachineDocument
+    for key, kind in _TABLES.items():
+        value = document.get(key)
+        if isinstance(value, dict):
+            yield f"`{key}`", value, kind
+        elif isinstance(value, list):
+            yield from ((f"`{key}[{n}]`", entry, kind) for n, entry in enumerate(value) if isinstance(entry, dict))
+
+
+def machine_document(machine: Machine) -> dict[str, Any]:
+    """The machine as the tables of its file; what is as by default is left out."""
+    device = machine.device
+    named = device is not None and find(device.name) == device
+    ranks = {"order": list(machine.order), "per_host": machine.per_host}
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "name": machine.name,
+        "source": machine.source,
+        "price_per_hour": machine.price_per_hour,
+        "network": [_table(dimension) for dimension in machine.dimensions],
+        "nic": machine.nic and _table(machine.nic),
+        "ranks": {key: value for key, value in ranks.items() if value},
+        "algorithm": [_table(rule) for rule in machine.algorithms],
+        "device": device and {"name": device.name},
+        "slow": [_table(factor) for factor in machine.slow],
+        "transfer": [_table(transfer) for transfer in machine.transfers],
+    }
+    if device is not None and not named:
+        memory = {} if device.memory is None else {"memory": device.memory}
+        document["device"] = {"name": device.name, "peaks": {**device.flops, **memory}}
+    return {key: value for key, value in document.items() if value not in (None, "", [], {})}
+
+
+def _table(part: Any) -> dict[str, Any]:
+    """The fields of a part that are not as by default."""
+    values = {
+        field.name: getattr(part, field.name) for field in fields(part) if getattr(part, field.name) != field.default
+    }
+    return dict(msgspec.to_builtins(values))
+
+
+def machine_text(machine: Machine) -> str:
+    """The machine as the text of a `machine.toml`."""
+    document = machine_document(machine)
+    for table, dimension in zip(document.get("network", ()), machine.dimensions, strict=True):
+        if dimension.links:  # a list of TOML has no gaps: where only the latency is a link's own, both are written
+            table["links"] = [
+                wire._replace(bandwidth=dimension.bandwidth) if wire[2] is None and wire[3] is not None else wire
+                for wire in dimension.links
+            ]
+    lines = [f"{key} = {_toml(value)}" for key, value in document.items() if key not in _TABLES]
+    for key, value in document.items():
+        for table in value if isinstance(value, list) else [value] if key in _TABLES else []:
+            lines += ["", f"[[{key}]]" if isinstance(value, list) else f"[{key}]"]
+            lines += [f"{name} = {_toml(inner)}" for name, inner in table.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    """One value as TOML writes it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, str):
+        return json_line(value).decode().replace("\x7f", "\\u007f")  # JSON's texts are TOML's, but for DEL
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {_toml(inner)}" for key, inner in value.items()) + " }"
+    return "[" + ", ".join(map(_toml, (inner for inner in value if inner is not None))) + "]"

@@ -1,0 +1,226 @@
+"""The native engine: read, change, evaluate, answer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from traceloom.changes.scenario import Scenario
+from traceloom.changes.whatif import changed_graph
+from traceloom.errors import UsageError
+from traceloom.graph import Plan, law
+from traceloom.graph import graph as gs
+from traceloom.graph.graph import Graph
+from traceloom.system import units
+from traceloom.trace.notice import Notice
+from traceloom.workload.simulate.device import DeviceChange, rescale
+from traceloom.workload.simulate.evaluation import course, plan_of
+from traceloom.workload.simulate.inputs import AnyWorkload, SimulationInput, open_input
+from traceloom.workload.simulate.machine import Machine
+from traceloom.workload.simulate.machine_file import changed, presets, read_machine
+from traceloom.workload.simulate.result import Simulation, answer
+from traceloom.workload.simulate.transfers import operations, transfer_notices, transfers_ns, transfers_on
+
+Say = Callable[[str], None]
+
+
+def run(
+    workload: AnyWorkload,
+    machine: Machine | str | Path | None = None,
+    *,
+    overrides: Sequence[str] = (),
+    device: str | None = None,
+    host_factor: float = 1.0,
+    recorded_device: str | None = None,
+    groups: str | Path | None = None,
+    only: str | None = None,
+    step: int | None = None,
+    cache: bool = True,
+    progress: Say | None = None,
+) -> Simulation:
+    """Simulate a workload on a machine.
+
+    Args:
+        workload: A recorded run, a `.graph`, a directory of `.et` files, or what was read of one.
+        machine: A machine, a `machine.toml` or the name of a preset; the recorded machine where None.
+        overrides: What to change in the machine, as `network.0.bandwidth=100`.
+        device: What every rank computes with, by its name or its peaks; where None that of the machine.
+        host_factor: How many times as long host work takes.
+        recorded_device: What computed in the recording, where the traces do not name a device whose peaks are known.
+        groups: Who is in which group, of `.et` files; where None the file beside them.
+        only: `communication` or `compute`: the other side takes no time.
+        step: One step of a recorded run.
+        cache: Look into the cache of read traces, and fill it.
+        progress: Told in words what is being done.
+
+    Raises:
+        UsageError: As `open_input`, `read_machine`, `rescale`; slug `machine-size`: the machine has another number of
+            ranks.
+        InputError: As `open_input`, `read_machine`.
+        CheckError: slug `deadlock`: ranks wait for each other.
+
+    Example:
+        >>> from traceloom.workload.simulate.native import run
+        >>> run("run", "dgx-h100").after_ns  # doctest: +SKIP
+    """
+    if overrides and machine is None:
+        raise UsageError("--set is of a machine", slug="wrong-usage", hint="name one with --machine")
+    say: Say = progress or (lambda _: None)
+    say("reading")
+    source = open_input(workload, groups=groups, only=only, step=step, cache=cache)
+    say("evaluating")
+    plan = plan_of(source.graph)
+    checked = _identity(source, plan)
+    before = course(source.graph, operations(source.graph), plan=plan, serial=source.serial)
+    there = None if machine is None else _Target.of(machine, overrides, source.graph)
+    cases = on_device(source, there.machine if there else None, device, host_factor, recorded_device)
+    courses = []
+    for graph in cases.graphs:
+        of = operations(graph)
+        transfers = None  # those that the workload has, if any
+        if there is not None and source.only != "compute":
+            transfers = transfers_on(there.machine, of.table, transfers_ns(graph, of), there.measured_on)
+        same = plan if plan.graph is graph else None
+        courses.append(course(graph, of, transfers, plan=same, serial=source.serial))
+    after, *interval = courses
+    names = [there.name] if there else []
+    names += [cases.account.device] if cases.account and device is not None else []
+    return answer(
+        source.name,
+        before,
+        after,
+        operations(source.graph),
+        interval=interval,
+        machine=" with ".join(names) or ("" if host_factor == 1 else "a host of another speed"),
+        step=step,
+        notices=(
+            *source.graph.notices,
+            *cases.notices,
+            *(transfer_notices(after.transfers.flags) if after.transfers else ()),
+        ),
+        device=cases.account,
+        **checked,
+    )
+
+
+def _identity(source: SimulationInput, plan: Plan) -> dict[str, Any]:
+    """What simulating the workload on its own machine gives, and how far that is from what was measured."""
+    if not source.measured:
+        words = (
+            "Nothing here was measured: the times follow from the durations in the files."
+            if source.only is None
+            else f"Nobody measured {source.only} alone: no time can come back."
+        )
+        return {"measured_ns": None, "identity_ns": None, "identity_error": None, "identity": words}
+    kept = law(source.graph, plan)
+    simulated = kept.window_ns + kept.honest_error_ns
+    words = (
+        f"Simulated on the recorded machine, the measured {units.duration(kept.window_ns)} come back as "
+        f"{units.duration(simulated)} ({kept.honest_error * 100:+.2f} %)."
+    )
+    return {
+        "measured_ns": kept.window_ns,
+        "identity_ns": simulated,
+        "identity_error": kept.honest_error,
+        "identity": words,
+        "trusted": kept.holds,
+    }
+
+
+@dataclass(frozen=True)
+class _Target:
+    """The machine, and the one that its measured transfers are of where its network was changed since."""
+
+    machine: Machine
+    name: str
+    measured_on: Machine | None
+
+    @classmethod
+    def of(cls, machine: Machine | str | Path, overrides: Sequence[str], graph: Graph) -> _Target:
+        """Read the machine, and see that it fits the workload.
+
+        A preset has as many hosts as the workload needs, the last of them whole.
+        """
+        if isinstance(machine, Machine):
+            unchanged, name = machine, machine.name or "the machine"
+        else:
+            unchanged = read_machine(machine)
+            name = unchanged.name or str(machine)
+        described = changed(unchanged, overrides)
+        world = graph.job_ranks
+        if isinstance(machine, str) and machine in presets() and not Path(machine).exists():
+            host = math.prod(part.size for part in described.dimensions[:-1])
+            world = world if world <= host else -(-world // host) * host
+            described, unchanged = described.for_ranks(world), unchanged.for_ranks(world)
+        elif world > 1:
+            described.check(world)
+        name += f" with {', '.join(overrides)}" if overrides else ""
+        return cls(described, name, unchanged if overrides and described.transfers else None)
+
+
+@dataclass(frozen=True)
+class DeviceCases:
+    """A graph on the devices of a machine.
+
+    Attributes:
+        graphs: As expected, and where the rules have an interval with the least and the most.
+        account: What was scaled by which rule; None on the recorded devices.
+        notices: What must be known of it.
+    """
+
+    graphs: tuple[Graph, ...]
+    account: DeviceChange | None = None
+    notices: tuple[Notice, ...] = field(default=())
+
+
+def on_device(
+    source: SimulationInput, machine: Machine | None, device: str | None, host_factor: float, recorded: str | None
+) -> DeviceCases:
+    """The work of the ranks on other devices, and the slow ones of a machine.
+
+    Args:
+        source: The workload.
+        machine: Whose devices compute where no other is named; the recorded ones where None.
+        device: What computes, by its name or its peaks.
+        host_factor: How many times as long host work takes.
+        recorded: What computed in the recording, where the traces do not say.
+
+    Raises:
+        UsageError: As `rescale`.
+    """
+    cases = DeviceCases((source.graph,))
+    own = machine.device if machine and not source.serial else None
+    if device is not None or own is not None or host_factor != 1:
+        notices: tuple[Notice, ...] = ()
+        try:
+            scaled = rescale(
+                source.graph,
+                source.session,
+                own if device is None else device,
+                host_factor=host_factor,
+                recorded=recorded,
+            )
+        except UsageError as error:
+            if device is not None or own is None or error.slug not in {"no-recorded-device", "bad-peak"}:
+                raise
+            text = f"work of the device takes as long as recorded, not as on {own.name}: {error.message}"
+            notices = (Notice("device-kept", "warning", text),)
+            scaled = rescale(source.graph, source.session, None, host_factor=host_factor)
+        cases = DeviceCases((scaled.graph, scaled.low, scaled.high), scaled.account, notices)
+    if machine is None or (machine.device_speeds() == 1).all():
+        return cases
+    slowed = []
+    for graph in cases.graphs:
+        scenario = Scenario.of(graph).copy()
+        rank = graph.nodes["rank"].cast(pl.Int64).fill_null(0).to_numpy()
+        of_device = scenario.nodes(gs.KERNEL, gs.COPY, gs.FILL)
+        speed = machine.device_speeds()[np.minimum(rank, machine.ranks - 1)]
+        scenario.work_ns = np.where(of_device, np.rint(scenario.work_ns / speed), scenario.work_ns).astype(np.int64)
+        slowed.append(changed_graph(graph, scenario, scenario.times(Plan(graph))))
+    return replace(cases, graphs=tuple(slowed))

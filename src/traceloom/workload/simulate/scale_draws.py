@@ -1,0 +1,284 @@
+"""Many draws of a scaled job at once: every point of one copy's graph is an array over draws and copies.
+
+The graph of one copy is gone through once, point by point, in an order in which each comes after what it waits for. A
+point's time is an array (draws, copies), so the programs of a thousand ranks cost as many NumPy operations as that of
+one. Copies meet at the rendezvous of their groups: there the latest over the copies of a span counts for all of them.
+Factors are looked up in tables of quantiles by numbers from one long row of random numbers, from a position in it that
+is drawn for each node: drawing costs as much as reading.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from traceloom.graph import graph as gs
+from traceloom.graph.graph import Graph, points, topological_order
+from traceloom.trace.array_types import Bools, Floats, Ints
+from traceloom.workload.simulate.scale_replicas import ALL, QUANTILES, Replica, Variation
+
+_TOGETHER = 8_192  # times of a point that are worked on at once: what is in use stays in the caches
+_MOST_ERROR = 0.5  # of a mean: beyond that a normal distribution says nothing
+_NUMBERS = 1 << 20  # random numbers in the row
+
+
+@dataclass(frozen=True)
+class DrawnJob:
+    """What became of a scaled job in each draw.
+
+    Attributes:
+        steps: The steps, ascending.
+        ends_ns: When the last rank had ended each step, from the beginning of the window, shape (draws, steps).
+        waiting_ns: Mean time that a part waits at each meeting, shape (meetings,).
+        excess_ns: Median time from the arrival of the last part whose rank was recorded to that of the last of all,
+            shape (meetings,).
+        excess_spread_ns: Its standard deviation, shape (meetings,).
+    """
+
+    steps: Ints
+    ends_ns: Floats
+    waiting_ns: Floats
+    excess_ns: Floats
+    excess_spread_ns: Floats
+
+
+@dataclass(frozen=True)
+class Transferred:
+    """How long the meetings of a job take once all have come.
+
+    Attributes:
+        mean_ns: Of each meeting, shape (meetings,).
+        spread: What the deviations of its pool's factors from 1 are multiplied by, shape (meetings,).
+    """
+
+    mean_ns: Floats
+    spread: Floats
+
+
+def can_end_a_step(graph: Graph) -> Bools:
+    """Which nodes a step may end with: work of devices, where there is some, else of threads that do not wait."""
+    kinds = graph.lanes["kind"].cast(pl.String).gather(graph.nodes["lane"].fill_null(0))
+    on_lane = graph.nodes["lane"].is_not_null()
+    of_device = on_lane & (kinds == "device")
+    idle = graph.nodes["kind"].cast(pl.String).is_in([gs.THINK, gs.WAIT])
+    chosen: Bools = (of_device if of_device.any() else on_lane & ~idle).to_numpy()
+    return chosen
+
+
+class Draws:
+    """The graph of one copy, made ready for many draws."""
+
+    def __init__(self, replica: Replica, variation: Variation) -> None:
+        graph = replica.graph
+        self.replica, self.variation = replica, variation
+        nodes = graph.nodes
+        count = nodes.height
+        source, target = points(graph)
+        self._order: list[int] = topological_order(count, source, target).tolist()
+        by_target = np.argsort(target, kind="stable")
+        self._edge: list[int] = by_target.tolist()
+        self._first: list[int] = np.searchsorted(target[by_target], np.arange(2 * count + 1)).tolist()
+        self._source: list[int] = source.tolist()
+        self._uses = np.bincount(source, minlength=2 * count)
+        self._uses[0::2] += 1  # a node's end waits for its start
+        start = nodes["start_ns"].to_numpy()
+        # What waits for nothing begins with the recording of its rank.
+        position = nodes["rank"].fill_null(0).to_numpy().astype(np.int64)
+        first = np.full(int(position.max(initial=0)) + 1, np.iinfo(np.int64).max)
+        np.minimum.at(first, position, start)
+        self._roots: list[int] = (start - first[position]).tolist()
+        self._began: list[int] = (first - first.min()).tolist()
+        step = nodes["step"].fill_null(-1).to_numpy().astype(np.int64)
+        self.steps = np.unique(step[step >= 0])
+        self._step = np.searchsorted(self.steps, step)
+        self._step[step < 0] = self.steps.size
+        # Only the last work of a lane can end a step.
+        lane = np.where(can_end_a_step(replica.graph), nodes["lane"].cast(int).fill_null(-1).to_numpy(), -1)
+        end = start + nodes["duration_ns"].to_numpy()
+        order = np.lexsort((end, self._step, lane))
+        last = np.append((np.diff(lane[order]) != 0) | (np.diff(self._step[order]) != 0), True)
+        self._ends_step: Bools = np.zeros(count, dtype=np.bool_)
+        self._ends_step[order[last]] = True
+        self._ends_step &= (lane >= 0) & (self._step < self.steps.size)
+        self._meeting = np.full(count, -1, dtype=np.int64)
+        self._meeting[replica.meetings["node"].to_numpy()] = np.arange(replica.meetings.height)
+        self._position: list[int] = position.tolist()
+        self._stage = position // replica.axis.stride
+        self._span: list[int] = replica.meetings["span"].to_list()
+        seen = dict(zip(replica.parts["new"].to_list(), variation.seen.tolist(), strict=True))
+        self._seen: dict[int, int] = {2 * node: many for node, many in seen.items()}
+
+    def run(self, copies: int, draws: int, seed: int, transfers: Transferred, *, varied: bool = True) -> DrawnJob:
+        """Draw the job with so many copies.
+
+        Args:
+            copies: Of the model.
+            draws: How many; 1 where nothing varies.
+            seed: Of chance.
+            transfers: Of the meetings.
+            varied: Whether anything is drawn; else all copies are alike, and one stands for them.
+        """
+        width = copies if varied else 1
+        draws = draws if varied else 1
+        batch = max(1, _TOGETHER // width)
+        random = np.random.default_rng(seed)
+        numbers = random.integers(0, QUANTILES, _NUMBERS + batch * width).astype(np.int16) if varied else None
+        batches = [
+            self._batch(min(batch, draws - low), width, random, numbers, transfers) for low in range(0, draws, batch)
+        ]
+        ends, *means = zip(*batches, strict=True)
+        weight = np.array([len(part) for part in ends]) / draws
+        return DrawnJob(self.steps, np.concatenate(ends), *(np.tensordot(weight, np.array(mean), 1) for mean in means))
+
+    def _batch(
+        self,
+        draws: int,
+        copies: int,
+        random: np.random.Generator,
+        numbers: NDArray[Any] | None,
+        of_meetings: Transferred,
+    ) -> tuple[Floats, Floats, Floats, Floats]:
+        """Ends of the steps, (draws, steps); waiting, excess and its spread of the meetings."""
+        variation = self.variation
+        shape, size = (draws, copies), draws * copies
+        offsets: Any = iter(random.integers(0, _NUMBERS, self._uses.size + len(self._edge)).tolist())
+        effects = self._effects(random, shape) if numbers is not None else None
+        if numbers is None:
+            begins = [np.full(shape, float(began)) for began in self._began]
+        else:
+            stages = [at // self.replica.axis.stride for at in range(len(self._began))]
+            begins = [random.choice(variation.starts_ns[stage], shape).astype(np.float64) for stage in stages]
+        times: list[Any] = [None] * self._uses.size
+        left = self._uses.tolist()
+        ends = np.zeros((draws, self.steps.size))
+        about = np.zeros((3, len(self._span)))
+        work, work_pool, side = variation.work_ns.tolist(), variation.work_pool.tolist(), variation.side.tolist()
+        spreads = np.append(variation.pools.std(axis=1), 0.0)
+        error = np.minimum(spreads[variation.work_pool] / np.sqrt(variation.work_samples), _MOST_ERROR).tolist()
+        delay, delay_pool, part = variation.delay_ns.tolist(), variation.delay_pool.tolist(), variation.part.tolist()
+        transfers = self._transferred(random, draws, copies, of_meetings, varied=numbers is not None)
+        pools = variation.pools
+        taken_by: dict[int, Any] = {}
+
+        def drawn(pool: int) -> Floats:
+            at = next(offsets)
+            assert numbers is not None
+            factors: Floats = pools[pool].take(numbers[at : at + size]).reshape(shape)
+            return factors
+
+        for point in self._order:
+            node, is_end = divmod(point, 2)
+            latest: Any = None
+            if is_end:
+                own = work[node]
+                if own:
+                    taken: Any = own
+                    if numbers is not None and work_pool[node] >= 0:
+                        # The mean itself is only known as well as its samples tell, for all copies alike.
+                        taken = drawn(work_pool[node])
+                        taken *= own * np.maximum(1 + error[node] * random.standard_normal((draws, 1)), 0.0)
+                    if effects is not None and side[node] >= 0 and self._step[node] < self.steps.size:
+                        taken = taken * effects[self._stage[node]][side[node], self._step[node]]
+                    latest = times[point - 1] + taken
+                    taken_by[node] = taken
+                else:
+                    latest = times[point - 1]
+                left[point - 1] -= 1
+            meeting = self._meeting[node]
+            if meeting >= 0 and not is_end:
+                latest = self._meet(point, meeting, times, left, about[:, meeting])
+            else:
+                for edge in self._edge[self._first[point] : self._first[point + 1]]:
+                    source = self._source[edge]
+                    of = source // 2
+                    if self._meeting[of] >= 0:
+                        late = times[source] + transfers[self._meeting[of]]
+                    elif part[edge] == part[edge]:
+                        late = times[source] + part[edge] * taken_by.get(of, work[of])
+                    elif numbers is not None and delay_pool[edge] >= 0:
+                        late = drawn(delay_pool[edge])
+                        late += delay[edge]
+                        late += times[source]
+                    else:
+                        late = times[source] + delay[edge] if delay[edge] else times[source]
+                    latest = late if latest is None else np.maximum(latest, late)
+                    left[source] -= 1
+                    if not left[source]:
+                        times[source] = None
+            if latest is None:
+                latest = begins[self._position[node]] + float(self._roots[node])
+            if is_end:
+                if self._ends_step[node]:
+                    column = ends[:, self._step[node]]
+                    np.maximum(column, latest.max(axis=1), out=column)
+                if not left[point - 1]:
+                    times[point - 1] = None
+            times[point] = latest if left[point] else None
+        return np.maximum.accumulate(ends, axis=1), *about
+
+    def _meet(self, point: int, meeting: int, times: list[Any], left: list[int], about: Floats) -> Floats:
+        """When the last part has come, for each draw and copy; `about` gets waiting, excess and its spread."""
+        span = self._span[meeting]
+        sources = [self._source[edge] for edge in self._edge[self._first[point] : self._first[point + 1]]]
+        arrivals = [times[source] for source in sources]
+        latest = arrivals[0] if len(arrivals) == 1 else np.maximum.reduce(arrivals)
+        copies = latest.shape[1]
+        if span == ALL:
+            met = latest.max(axis=1, keepdims=True)
+        elif span > 1 and copies > 1:
+            blocks = latest.reshape(len(latest), copies // span, span).max(axis=2)
+            met = np.repeat(blocks, span, axis=1)
+        else:
+            met = latest
+        about[0] = np.mean([np.mean(met - arrival) for arrival in arrivals])
+        recorded = [
+            arrival[:, : self._seen[source] if span == ALL else min(span, self._seen[source])].max(axis=1)
+            for source, arrival in zip(sources, arrivals, strict=True)
+            if self._seen.get(source)
+        ]
+        if recorded:
+            last = recorded[0] if len(recorded) == 1 else np.maximum.reduce(recorded)
+            later = met[:, 0] - last
+            about[1:] = np.median(later), np.std(later)
+        for source in sources:
+            left[source] -= 1
+            if not left[source]:
+                times[source] = None
+        return np.broadcast_to(met, latest.shape)
+
+    def _effects(self, random: np.random.Generator, shape: tuple[int, int]) -> dict[int, Any]:
+        """By stage: factors of host and device work, (2, steps, draws, copies): steps drawn for all ranks alike."""
+        draws, copies = shape
+        recorded = self.variation.steps.size
+        steps = random.integers(0, max(recorded, 1), (draws, self.steps.size))
+        out: dict[int, Any] = {}
+        for stage in np.unique(self._stage).tolist():
+            table = self.variation.effects.get(stage)
+            if table is None:
+                table = np.ones((2, 1, max(recorded, 1)))
+            ranks = random.integers(0, table.shape[1], (draws, copies))
+            out[stage] = np.moveaxis(table[:, ranks[:, :, None], steps[:, None, :]], 3, 1)
+        return out
+
+    def _transferred(
+        self, random: np.random.Generator, draws: int, copies: int, of_meetings: Transferred, *, varied: bool
+    ) -> list[Any]:
+        """Transfer of each meeting: the same for all that meet there, (draws, copies) or (draws, 1)."""
+        out: list[Any] = []
+        variation = self.variation
+        columns = variation.transfer_pool, of_meetings.mean_ns, of_meetings.spread, variation.transfer_samples
+        rows = zip(*(column.tolist() for column in columns), self._span, strict=True)
+        for pool, transfer, spread, samples, span in rows:
+            if not varied or pool < 0:
+                out.append(transfer)
+                continue
+            several = 1 if span == ALL else -(-copies // span)
+            quantiles = 1 + spread * (variation.pools[pool] - 1)
+            factor = quantiles.take(random.integers(0, QUANTILES, (draws, several)))
+            factor *= 1 + quantiles.std() / samples**0.5 * random.standard_normal((draws, 1))
+            out.append(transfer * np.maximum(np.repeat(factor, max(span, 1), axis=1)[:, :copies], 0.0))
+        return out

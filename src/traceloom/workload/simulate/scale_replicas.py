@@ -1,0 +1,693 @@
+"""One copy cut out of a job, and put together again.
+
+Ranks are numbered like the digits of a number: `rank = inner + stride x (copy + copies x outer)`. Data parallelism
+counts the middle digit; tensor, context and pipeline parallelism count the others. A rank's position is what is left
+without the copy: ranks of one position run the same program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from traceloom.errors import UsageError
+from traceloom.graph import Plan
+from traceloom.graph import graph as gs
+from traceloom.graph.calibrate import class_delays, classes
+from traceloom.graph.graph import GRAPH_SCHEMAS, Graph, empty_frame, point_times, points
+from traceloom.trace.array_types import Bools, Floats, Ints
+from traceloom.trace.frames import cast_to_schema
+
+# Groups of these roles keep their size, even where they hold a rank of every copy.
+_KEEP = ("tensor", "pipeline", "expert", "context", "embedding")
+PAIRS = ("send", "receive")
+ALL = 0  # span of a group that holds ranks of every copy
+_JOINTS = (gs.RENDEZVOUS, gs.ARRIVAL)
+
+
+@dataclass(frozen=True, slots=True)
+class DataAxis:
+    """How ranks are numbered.
+
+    Attributes:
+        stride: Distance of neighbours in a data parallel group.
+        copies: Ranks of such a group.
+        world: Ranks of the job.
+    """
+
+    stride: int
+    copies: int
+    world: int
+
+    @property
+    def positions(self) -> int:
+        """Ranks of one copy."""
+        return self.world // self.copies
+
+    def position(self, rank: int) -> int:
+        """The position of a rank."""
+        return rank % self.stride + rank // (self.stride * self.copies) * self.stride
+
+    def copy(self, rank: int) -> int:
+        """The copy that a rank belongs to."""
+        return rank // self.stride % self.copies
+
+    def rank(self, position: int, copy: int) -> int:
+        """The rank at a position of a copy."""
+        return position % self.stride + self.stride * (copy + self.copies * (position // self.stride))
+
+
+@dataclass(frozen=True)
+class Replica:
+    """One copy of the job.
+
+    Attributes:
+        graph: Of one rank per position, numbered by position; its meetings have no members in other copies.
+        axis: How the recorded job numbers its ranks.
+        node: The recorded node that each node stands for, shape (nodes,); -1 of meetings.
+        edge: The recorded edge that each edge stands for, shape (edges,); -1 of edges into and out of meetings.
+        parts: What `keyed` says of each row of the graph's `communication`, with the row of its meeting (`meeting`,
+            null where the rank meets nobody).
+        meetings: One row per meeting: `node`, `key`, `span`, `members`, `positions`, `kind`, `in_bytes`, `out_bytes`,
+            `step`, `nth`.
+        copied: Places that no recorded rank has, with the rank that they are copied from.
+    """
+
+    graph: Graph
+    axis: DataAxis
+    node: Ints
+    edge: Ints
+    parts: pl.DataFrame
+    meetings: pl.DataFrame
+    copied: Mapping[int, int]
+
+
+def data_axis(graph: Graph, roles: Mapping[str, str]) -> DataAxis:
+    """Find out how ranks are numbered, from the members of the data parallel groups.
+
+    Args:
+        graph: The recorded ranks.
+        roles: Role of each group by name, as `analyze.collective.groups` finds it. Of groups without a role, all that
+            do more than send and receive must agree.
+
+    Raises:
+        UsageError: `no-data-parallel`: the run has no such group; `unknown-roles`: nothing tells which group it is;
+            `uneven-groups`: its members are not evenly spaced.
+    """
+    used = graph.communication.filter(~pl.col("kind").is_in(PAIRS)).unique(["group", "ranks"], maintain_order=True)
+    world = graph.job_ranks
+    shapes: dict[str, set[tuple[int, int]]] = {}
+    for group, members, size in used.select("group", "ranks", "group_size").iter_rows():
+        steps = set(np.diff(members or ()).tolist())
+        shape = (steps.pop() if len(steps) == 1 else 0, len(members or ()))
+        if not members and (size or world) == world > 1:
+            shape = (1, world)
+        if shape[1] > 1:
+            shapes.setdefault(roles.get(group or "", ""), set()).add(shape)
+    role = next((name for name in ("data", "sharded data") if name in shapes), None)
+    others = [shape for name, shape in shapes.items() if name not in _KEEP]
+    chosen = shapes[role] if role else set().union(*others)
+    if not chosen:
+        raise UsageError(
+            "no group of this run is data parallel: nothing tells what more ranks would exchange",
+            slug="no-data-parallel",
+            hint="record a job of two data parallel ranks or more, with its distributed information",
+        )
+    if len(chosen) > 1:
+        sizes = ", ".join(f"{size} ranks {stride} apart" for stride, size in sorted(chosen))
+        raise UsageError(
+            f"nothing tells which groups are data parallel: there are such of {sizes}",
+            slug="unknown-roles",
+            hint="name one with --role GROUP=data",
+        )
+    ((stride, copies),) = chosen
+    if stride < 1 or world % (stride * copies):
+        raise UsageError(
+            f"the {copies} ranks of a data parallel group are not evenly spaced over the {world} of the job",
+            slug="uneven-groups",
+            hint="only jobs whose copies are numbered alike can be scaled",
+        )
+    return DataAxis(int(stride), copies, world)
+
+
+def keyed(graph: Graph, axis: DataAxis, roles: Mapping[str, str], positions: pl.DataFrame) -> pl.DataFrame:
+    """The communication of some ranks, each at some positions, with what the parts of one operation have in common.
+
+    Args:
+        graph: The recorded ranks.
+        axis: How ranks are numbered.
+        roles: Role of each group by name.
+        positions: `rank` and `position` (Int32); a rank may stand for several positions.
+
+    Returns:
+        The rows of `communication` with `rank`, `position`, `copy`, `step`, `from_ns`, `to_ns`, `key` (of the group,
+        the same at all positions and in all copies that meet; null where the rank meets nobody), `span` (neighbouring
+        copies that meet; `ALL`), `members` (of the group), `positions` (of one copy in it, the sender first), `nth` in
+        the step of that key, and `peer_position` (of the other side of a message, or of a root).
+
+    Raises:
+        UsageError: `uneven-groups`: a group holds neither ranks of one copy, nor of neighbouring copies, nor of all.
+    """
+    nodes = graph.nodes.select(
+        "node", "rank", "step", from_ns="start_ns", to_ns=pl.col("start_ns") + pl.col("duration_ns")
+    )
+    rows = graph.communication.join(nodes, on="node").join(positions, on="rank")
+    about = ["rank", "position", "group", "ranks", "group_size", "peer", "kind_of_pair", "pair"]
+    rows = rows.with_columns(pair=pl.col("kind").is_in(PAIRS).fill_null(value=False)).with_columns(
+        peer=pl.when("pair").then("peer"),
+        kind_of_pair=pl.when("pair").then("kind"),
+        copy=pl.col("rank").map_elements(axis.copy, pl.Int64),
+        root_position=pl.when(~pl.col("kind").is_in(PAIRS)).then(pl.col("peer").map_elements(axis.position, pl.Int64)),
+    )
+    distinct = rows.unique(about, maintain_order=True).select(about)
+    names: dict[object, list[str]] = {}
+    keys = [_key(row, axis, roles, names) for row in distinct.iter_rows(named=True)]
+    schema: dict[str, Any] = {"key": pl.String, "span": pl.Int64, "members": pl.Int64, "positions": pl.List(pl.Int64)}
+    of_groups = distinct.hstack(pl.DataFrame(keys, schema, orient="row"))
+    rows = rows.join(of_groups, on=about, how="left", nulls_equal=True, maintain_order="left")
+    # A message has its own key for each direction; its two sides count it alike.
+    sends = pl.col("kind") == "send"
+    ends = pl.when(sends).then(pl.format("{}>{}", "position", "key")).otherwise(pl.format("{}>{}", "key", "position"))
+    way = pl.when("pair").then(ends).otherwise("key")
+    rows = rows.with_columns(
+        key=way,
+        peer_position=pl.when("pair").then(pl.col("key").cast(pl.Int64, strict=False)).otherwise("root_position"),
+    ).sort("position", "rank", "from_ns", "node")
+    return rows.with_columns(nth=pl.int_range(pl.len()).over("position", "rank", "step", "key", "kind_of_pair"))
+
+
+def _key(
+    row: Mapping[str, object], axis: DataAxis, roles: Mapping[str, str], names: dict[object, list[str]]
+) -> tuple[str | None, int, int, list[int]]:
+    """Key, span, members and positions of a group or message: columns of `keyed`."""
+    rank, position, group, members, peer = (row[name] for name in ("rank", "position", "group", "ranks", "peer"))
+    assert isinstance(rank, int)
+    assert isinstance(position, int)
+    moved = position - axis.position(rank)
+    if row["pair"]:
+        same_copy = isinstance(peer, int) and axis.copy(peer) == axis.copy(rank)
+        if not same_copy or not isinstance(peer, int):
+            return None, 1, 1, [position]
+        other = axis.position(peer) + moved
+        return str(other), 1, 2, [position, other] if row["kind_of_pair"] == "send" else [other, position]
+    size = axis.world if row["group_size"] is None else row["group_size"]
+    ranks = list(members) if isinstance(members, list) else [*range(axis.world)] if size == axis.world else [rank]
+    if ranks == [rank] and size != 1:
+        raise UsageError(
+            f"no trace says which {size} ranks are in group {group}",
+            slug="uneven-groups",
+            hint="record with distributed information, or simulate a run whose groups are described",
+        )
+    if len(ranks) < 2:
+        return None, 1, 1, [position]
+    own = {axis.position(member) for member in ranks}
+    at = tuple(sorted(own if position in own else {other + moved for other in own}))
+    copies = sorted({axis.copy(member) for member in ranks})
+    span = copies[-1] - copies[0] + 1
+    if span != len(copies) or copies[0] % span or len(ranks) != span * len(own):
+        raise UsageError(
+            f"group {group} holds ranks of {len(copies)} copies of the model in no regular way",
+            slug="uneven-groups",
+            hint="only groups of one copy, of neighbouring copies, or of all can be scaled",
+        )
+    if span == axis.copies and (span == 1 or roles.get(str(group), "") not in _KEEP):
+        span = ALL
+    same = names.setdefault((rank, span, at), [])
+    if str(group) not in same:
+        same.append(str(group))
+    return f"{span} {at} {same.index(str(group))}", span, len(ranks), list(at)
+
+
+def replica_of(graph: Graph, axis: DataAxis, roles: Mapping[str, str]) -> Replica:
+    """Cut one copy of the job out of a graph.
+
+    Each position is that of the lowest copy which was recorded. One that was not recorded is copied from one with the
+    same outer digit: a tensor parallel neighbour does the same with other weights.
+
+    Raises:
+        UsageError: `unrecorded-role`: no rank of some stage was recorded; `uneven-groups`.
+    """
+    by_position: dict[int, int] = {}
+    for rank in sorted((int(rank) for rank in graph.nodes["rank"].drop_nulls().unique()), key=axis.copy):
+        by_position.setdefault(axis.position(rank), rank)
+    copied = {}
+    for position in sorted(set(range(axis.positions)) - set(by_position)):
+        alike = [rank for other, rank in by_position.items() if other // axis.stride == position // axis.stride]
+        if not alike:
+            raise UsageError(
+                f"no recorded rank does what rank {axis.rank(position, 0)} does",
+                slug="unrecorded-role",
+                hint=f"record a rank of each of the {axis.positions // axis.stride} stages",
+            )
+        copied[position] = alike[0]
+    templates = sorted({**by_position, **copied}.items())
+    positions = pl.DataFrame(templates, {"position": pl.Int32, "rank": pl.Int32}, orient="row")
+
+    nodes = graph.nodes.filter(~pl.col("kind").is_in(_JOINTS)).join(positions, on="rank").sort("position", "node")
+    lanes = graph.lanes.join(positions, on="rank").sort("position", "lane").with_row_index("new_lane")
+    nodes = nodes.with_row_index("new").join(
+        lanes.select("lane", "position", "new_lane"), on=["lane", "position"], how="left", maintain_order="left"
+    )
+    number = nodes.select("node", "position", "new")
+    edges = (
+        graph.edges.with_row_index("edge")
+        .join(number.select("position", source="node", new_source="new"), on="source")
+        .join(number.select("position", target="node", new_target="new"), on=["target", "position"])
+        .sort("new_target", "edge")
+    )
+    parts = keyed(graph, axis, roles, positions).join(number, on=["node", "position"]).sort("new")
+    met = ["key", "step", "nth"]
+    meetings = (
+        parts.drop_nulls("key")
+        .group_by(met, maintain_order=True)
+        .agg(pl.col("span", "members", "positions", "kind", "in_bytes", "out_bytes").first(), pl.col("from_ns").max(),
+             pl.col("position").first())
+        .with_row_index("meeting", offset=0)
+    )  # fmt: skip
+    parts = parts.join(meetings.select(*met, "meeting"), on=met, how="left", nulls_equal=True, maintain_order="left")
+    joint = meetings.select(
+        pl.lit(gs.RENDEZVOUS).alias("kind"), pl.col("position").alias("rank"), pl.col("from_ns").alias("start_ns"),
+        "step",
+        *(pl.lit(0, pl.Int64).alias(name) for name in ("duration_ns", "work_ns", "residual_ns")),
+    )  # fmt: skip
+    own = nodes.with_columns(pl.col("new_lane").alias("lane"), pl.col("position").alias("rank")).select(
+        *GRAPH_SCHEMAS["nodes"]
+    )
+    whole = pl.concat([own, joint.cast({"kind": gs.NodeKind})], how="diagonal_relaxed").with_columns(
+        node=pl.int_range(pl.len())
+    )
+    meets = parts.drop_nulls("meeting").select("new", at=pl.col("meeting").cast(pl.Int64) + nodes.height)
+    assumed = pl.DataFrame({"kind": "rendezvous", "evidence": "assumed", "delay_ns": 0, "residual_ns": 0})
+    into = meets.select(source="new", target="at", from_end=False, to_end=False)
+    out_of = meets.select(source="at", target="new", from_end=True, to_end=True)
+    rendezvous = pl.concat([into.cast(pl.Int64, strict=False), out_of.cast(pl.Int64, strict=False)]).join(
+        assumed, how="cross"
+    )
+    inner = edges.with_columns(source="new_source", target="new_target")
+    frames = {
+        "nodes": whole,
+        "edges": pl.concat([cast_to_schema(frame, GRAPH_SCHEMAS["edges"]) for frame in (inner, rendezvous)]),
+        "lanes": lanes.with_columns(lane="new_lane", rank="position"),
+        "communication": parts.with_columns(node="new", instance=pl.col("meeting").cast(pl.Int64)),
+        "transfers": graph.transfers.join(number, on="node").sort("new").with_columns(node="new"),
+    }
+    declared: dict[str, Any] = {name: cast_to_schema(frame, GRAPH_SCHEMAS[name]) for name, frame in frames.items()}
+    declared |= {name: empty_frame(name) for name in ("host_ops", "ranks", "coverage")}
+    return Replica(
+        graph=replace(graph, **declared, world_size=axis.positions),
+        axis=axis,
+        node=np.append(nodes["node"].to_numpy().astype(np.int64), np.full(meetings.height, -1)),
+        edge=np.append(edges["edge"].to_numpy().astype(np.int64), np.full(rendezvous.height, -1)),
+        parts=parts,
+        meetings=meetings.with_columns(node=pl.col("meeting").cast(pl.Int64) + nodes.height),
+        copied=copied,
+    )
+
+
+QUANTILES = 1024  # of a distribution that is drawn from
+_ENOUGH = 24  # samples of a name; with fewer it varies as its kind does
+_DEVICE = (gs.KERNEL, gs.COPY, gs.FILL)
+_SIDES = 2  # host, device
+
+
+@dataclass(frozen=True)
+class Variation:
+    """What one copy's works, delays and transfers are drawn from.
+
+    Shapes: N nodes, E edges and M meetings of the replica; R recorded ranks of a stage, S recorded steps.
+
+    Attributes:
+        work_ns: Mean work of each node over steps and ranks that do the same, (N,).
+        work_pool: Row of `pools` with the factors on it, (N,); -1 where it never varies.
+        work_samples: Of how many works each is the mean, (N,): it is no surer than that.
+        side: 0 of host work, 1 of the device's, (N,); -1 where ranks and steps do not differ as a whole.
+        delay_ns: Delay of each edge, (E,).
+        delay_pool: Row of `pools` with what is added to it in ns, (E,); -1.
+        part: Which part of the source's work the delay of an edge is, (E,); NaN where it is a time of its own.
+        transfer_pool: Row of `pools` with the factors on the transfer of each meeting, (M,); -1.
+        transfer_samples: Of how many transfers that of each meeting is the median, (M,): it is no surer than that.
+        pools: Quantiles, each row ascending, (pools, `QUANTILES`).
+        effects: By stage: how much longer all host work (0) or device work (1) of a rank takes in a step, (2, R, S).
+        starts_ns: By stage: when the recording of each rank began, from the first, (R,).
+        steps: The recorded steps.
+        seen: How many copies of each part of a meeting were recorded, by row of the replica's `parts`.
+        apparent_ns: From the arrival of the last recorded part to the end, median over steps, (M,).
+    """
+
+    work_ns: Floats
+    work_pool: Ints
+    work_samples: Ints
+    side: Ints
+    delay_ns: Floats
+    delay_pool: Ints
+    part: Floats
+    transfer_pool: Ints
+    transfer_samples: Ints
+    pools: Floats
+    effects: Mapping[int, Floats]
+    starts_ns: Mapping[int, Ints]
+    steps: Ints
+    seen: Ints
+    apparent_ns: Floats
+
+
+class _Pools:
+    """Distributions to draw from, collected."""
+
+    def __init__(self) -> None:
+        self.rows: list[Floats] = []
+
+    def add(self, samples: Floats) -> int:
+        """The number of the pool with these samples; -1 where they are all alike."""
+        if samples.size < 2 or np.ptp(samples) < 1e-9:
+            return -1
+        at = (np.arange(QUANTILES) + 0.5) / QUANTILES
+        # Between the samples linearly; the middle of each is its own share.
+        positions = (np.arange(samples.size) + 0.5) / samples.size
+        self.rows.append(np.interp(at, positions, np.sort(samples)))
+        return len(self.rows) - 1
+
+    def table(self) -> Floats:
+        """All of them."""
+        return np.array(self.rows).reshape(len(self.rows), QUANTILES)
+
+
+def variation_of(graph: Graph, replica: Replica, roles: Mapping[str, str]) -> Variation:
+    """Measure the variation of a calibrated graph.
+
+    The same work is that of one name and kind, the n-th of it in its step, on ranks of one stage. How a rank's step
+    differs as a whole (the median factor of all its works) is told apart from how single works differ; factors of few
+    samples are corrected for having been compared with a mean of which they are a part.
+    """
+    axis, pools = replica.axis, _Pools()
+    nodes = _numbered(graph, axis)
+    works, side, effects, steps = _works(nodes, pools)
+    delay, delay_pool, part = _delays(graph, nodes, pools)
+    of_node, of_edge = replica.node, replica.edge
+    inner, own = of_node >= 0, of_edge >= 0
+
+    apparent, transfer_pool, transfer_samples, seen = _transfers(graph, replica, roles, pools)
+    first = nodes.drop_nulls("rank").group_by("stage", "rank").agg(pl.col("start_ns").min()).sort("stage", "rank")
+    first = first.with_columns(pl.col("start_ns") - pl.col("start_ns").min())
+    return Variation(
+        work_ns=np.where(inner, works["work"].to_numpy()[of_node], 0.0),
+        work_pool=np.where(inner, works["pool"].to_numpy()[of_node], -1),
+        work_samples=np.where(inner, works["samples"].to_numpy()[of_node], 1),
+        side=np.where(inner, side[of_node], -1),
+        delay_ns=np.where(own, delay[of_edge], 0.0),
+        delay_pool=np.where(own, delay_pool[of_edge], -1),
+        part=np.where(own, part[of_edge], np.nan),
+        transfer_pool=transfer_pool,
+        transfer_samples=transfer_samples,
+        pools=pools.table(),
+        effects=effects,
+        starts_ns={
+            int(str(stage)): rows["start_ns"].to_numpy().astype(np.int64)
+            for (stage,), rows in first.group_by("stage", maintain_order=True)
+        },
+        steps=steps,
+        seen=seen,
+        apparent_ns=apparent,
+    )
+
+
+def _numbered(graph: Graph, axis: DataAxis) -> pl.DataFrame:
+    """All nodes with their stage and `same`, a number that works which do the same have in common."""
+    stage = pl.col("rank").fill_null(0) // (axis.stride * axis.copies)
+    nodes = graph.nodes.select(
+        "node", "rank", stage.alias("stage"), pl.col("step").fill_null(-1), "kind", pl.col("name").fill_null(""),
+        (pl.col("work_ns") + pl.col("residual_ns")).cast(pl.Float64).alias("measured"), "start_ns",
+    ).sort("start_ns", "node")  # fmt: skip
+    nodes = nodes.with_columns(nth=pl.int_range(pl.len()).over("rank", "step", "kind", "name"))
+    key = ["stage", "kind", "name", "nth"]
+    numbers = nodes.unique(key, maintain_order=True).select(key).with_row_index("same")
+    return nodes.join(numbers, on=key, how="left", maintain_order="left").sort("node")
+
+
+def _works(nodes: pl.DataFrame, pools: _Pools) -> tuple[pl.DataFrame, Ints, dict[int, Floats], Ints]:
+    """Mean work and pool of every recorded node, its side, and what steps and ranks have in common."""
+    device = pl.col("kind").is_in(_DEVICE)
+    joint = pl.col("kind").is_in([gs.RENDEZVOUS, gs.ARRIVAL, gs.ORIGIN, *gs.COMMUNICATION])
+    works = nodes.with_columns(
+        work=pl.col("measured").mean().over("same"),
+        samples=pl.len().over("same"),
+        side=pl.when(joint).then(-1).otherwise(device.cast(pl.Int64)),
+    ).with_columns(ratio=pl.col("measured") / pl.col("work"))
+    usable = (pl.col("samples") > 1) & (pl.col("work") > 0) & (pl.col("side") >= 0)
+    cells = works.filter(usable, pl.col("step") >= 0)
+    spread = cells.select(pl.col("ratio").std().over("side")).to_series()
+    cells = cells.with_columns(scatter=spread).group_by("stage", "side", "rank", "step").agg(
+        pl.col("ratio").median(), noise=(1.5 * pl.col("scatter").first() ** 2 / pl.len()).fill_null(0.0)
+    )  # fmt: skip
+    # What medians of so many works differ by without any cause is not an effect.
+    cells = cells.with_columns(effect=pl.col("ratio") / pl.col("ratio").mean().over("stage", "side"))
+    variance = pl.col("effect").var().over("stage", "side").fill_null(0.0)
+    real = (1 - pl.col("noise").mean().over("stage", "side") / pl.max_horizontal(variance, 1e-12)).clip(lower_bound=0)
+    cells = cells.with_columns(effect=1 + (pl.col("effect") - 1) * real.sqrt())
+    works = works.join(
+        cells.select("stage", "side", "rank", "step", "effect"),
+        on=["stage", "side", "rank", "step"],
+        how="left",
+        maintain_order="left",
+        nulls_equal=True,
+    ).with_columns(pl.col("effect").fill_null(1.0))
+    count = pl.col("samples")
+    left = works.filter(usable).with_columns(
+        left=(1 + (pl.col("ratio") / pl.col("effect") - 1) * (count / (count - 1)).sqrt()).clip(lower_bound=0)
+    )
+    numbers, of_kind = [], {}
+    for (kind,), rows in left.group_by("kind", maintain_order=True):
+        of_kind[kind] = pools.add(rows["left"].to_numpy())
+        for (name,), same in rows.group_by("name", maintain_order=True):
+            number = pools.add(same["left"].to_numpy()) if same.height >= _ENOUGH else of_kind[kind]
+            numbers.append((kind, name, number))
+    of_name = pl.DataFrame(numbers, {"kind": gs.NodeKind, "name": pl.String, "pool": pl.Int64}, orient="row")
+    works = works.join(of_name, on=["kind", "name"], how="left", maintain_order="left")
+    by_kind = pl.col("kind").cast(pl.String).replace_strict(of_kind, default=-1, return_dtype=pl.Int64)
+    works = works.with_columns(pool=pl.when(pl.col("side") >= 0).then(pl.coalesce("pool", by_kind)).otherwise(-1))
+    steps = np.unique(cells["step"].to_numpy()).astype(np.int64)
+    effects = {}
+    for (stage,), rows in cells.group_by("stage", maintain_order=True):
+        ranks = np.unique(rows["rank"].to_numpy())
+        table = np.ones((_SIDES, ranks.size, steps.size))
+        position = np.searchsorted(ranks, rows["rank"].to_numpy()), np.searchsorted(steps, rows["step"].to_numpy())
+        table[rows["side"].to_numpy(), position[0], position[1]] = rows["effect"].to_numpy()
+        effects[int(str(stage))] = table
+    return works, works["side"].to_numpy().astype(np.int64), effects, steps
+
+
+def _delays(graph: Graph, nodes: pl.DataFrame, pools: _Pools) -> tuple[Floats, Ints, Floats]:
+    """Delay, pool and part of the source's work of every recorded edge.
+
+    What an edge took is seen only where nothing else held its target back later. Where the same edge is so in most
+    steps and ranks, it takes their mean; else what its class takes.
+    """
+    edge_classes = classes(graph)
+    constant = class_delays(graph).astype(np.float64)
+    source_point, target_point = points(graph)
+    times = point_times(graph)
+    took = (graph.edges["delay_ns"] + graph.edges["residual_ns"]).to_numpy()
+    binding: Bools = times[source_point] + took == times[target_point]
+    part = np.full(constant.size, np.nan)
+    work = nodes["measured"].to_numpy()
+    source = graph.edges["source"].to_numpy().astype(np.int64)
+    running = edge_classes.running
+    part[running] = constant[running] / np.maximum(work[source[running]], 1)
+    fixed = edge_classes.given | edge_classes.transfer
+    fixed[running] = True
+    same = nodes["same"]
+    edges = graph.edges.select("kind", "from_end", "to_end").with_columns(
+        same[source].alias("from"),
+        same[graph.edges["target"]].alias("to"),
+        pl.Series("of", edge_classes.of),
+        pl.Series("constant", constant),
+        pl.Series("took", took).cast(pl.Float64),
+        pl.Series("binding", binding & ~fixed),
+    )
+    alike = ["kind", "from", "to", "from_end", "to_end"]
+    seen = pl.col("took").filter("binding")
+    edges = edges.with_columns(
+        mean=seen.mean().over(alike), often=pl.col("binding").mean().over(alike) >= 0.5
+    ).with_columns(delay=pl.when("often").then("mean").otherwise("constant"))
+    delay = np.where(fixed, constant, edges["delay"].to_numpy())
+    pool = np.full(delay.size, -1, dtype=np.int64)
+    binds = edges.with_row_index("row").filter("binding").with_columns(off=pl.col("took") - pl.col("delay"))
+    for (_, of), rows in binds.group_by("kind", "of", maintain_order=True):
+        number = pools.add(rows["off"].to_numpy())
+        if number >= 0:
+            same_class = (edges["of"] == of).to_numpy() & (edges["kind"] == rows["kind"][0]).to_numpy()
+            pool[same_class & ~fixed] = number
+    return delay, pool, part
+
+
+def _transfers(
+    graph: Graph, replica: Replica, roles: Mapping[str, str], pools: _Pools
+) -> tuple[Floats, Ints, Ints, Ints]:
+    """Apparent transfer of each meeting, its pool and samples, and how many copies of each part were recorded."""
+    axis = replica.axis
+    ranks = graph.nodes.select("rank").drop_nulls().unique("rank").sort("rank")
+    positions = ranks.with_columns(position=pl.col("rank").map_elements(axis.position, pl.Int32))
+    parts = keyed(graph, axis, roles, positions)
+    copies = parts.group_by("key", "position").agg(seen=pl.col("rank").n_unique())
+    seen = replica.parts.select("key", "position").join(
+        copies, on=["key", "position"], how="left", maintain_order="left"
+    )
+    block = pl.when(pl.col("span") == ALL).then(0).otherwise(pl.col("copy") // pl.max_horizontal("span", 1))
+    operation = parts.drop_nulls("key").with_columns(block=block).group_by("key", "block", "step", "nth").agg(
+        pl.col("kind").first(), pl.col("span").first(), pl.col("in_bytes").first(), pl.col("members").first(),
+        present=pl.len(), apparent=(pl.col("to_ns").median() - pl.col("from_ns").max()).clip(lower_bound=0),
+    ).with_columns(whole=pl.col("present") >= pl.col("members"))  # fmt: skip
+    alike = ["kind", "span", "in_bytes", "members"]
+    # Parts that were all recorded show the transfer itself.
+    shown = operation.filter(pl.col("whole").any().over(alike) == pl.col("whole"))
+    means = shown.group_by("key", "nth").agg(own=pl.col("apparent").median(), samples=pl.len())
+    fallback = shown.group_by(alike).agg(usual=pl.col("apparent").median())
+    rows = (
+        replica.meetings.join(means, on=["key", "nth"], how="left", maintain_order="left")
+        .join(fallback, on=alike, how="left", maintain_order="left", nulls_equal=True)
+        .with_columns(pl.col("samples").fill_null(1), apparent=pl.coalesce("own", "usual", pl.lit(0.0)))
+    )
+    shown = shown.join(means, on=["key", "nth"], how="left", maintain_order="left").with_columns(
+        count=pl.len().over("key", "nth")
+    )
+    numbers = {}
+    for kind, of_alike in shown.group_by(alike, maintain_order=True):
+        several = of_alike.filter(pl.col("count") > 1, pl.col("own") > 0)
+        factor = 1 + (several["apparent"] / several["own"] - 1) * (several["count"] / (several["count"] - 1)).sqrt()
+        numbers[kind] = pools.add(factor.clip(lower_bound=0).to_numpy())
+    pool = np.array([numbers.get(row, -1) for row in rows.select(alike).iter_rows()], dtype=np.int64)
+    apparent = rows["apparent"].to_numpy().astype(np.float64)
+    samples = rows["samples"].to_numpy().astype(np.int64)
+    return apparent, pool, samples, seen["seen"].fill_null(0).to_numpy().astype(np.int64)
+
+
+def expanded(
+    replica: Replica,
+    variation: Variation,
+    meetings: pl.DataFrame,
+    copies: int,
+    *,
+    transfer_ns: Floats,
+    seed: int | None = None,
+) -> Graph:
+    """The graph of all ranks, with the times that follow from its works.
+
+    Args:
+        replica: One copy.
+        variation: What its works and delays are.
+        meetings: As `replica.meetings`, with the members and bytes of the scaled job.
+        copies: How many.
+        transfer_ns: Of each meeting, shape (meetings,).
+        seed: Of the works that each rank draws for itself; None: all ranks take the mean.
+
+    Returns:
+        A graph without notices of its own; its communication has an `instance` and no list of ranks.
+    """
+    single = replica.graph
+    axis = DataAxis(replica.axis.stride, copies, replica.axis.positions * copies)
+    inner = single.nodes.height - meetings.height
+    lanes = single.lanes.height
+    copy = np.arange(copies)
+    rank_of = np.array(
+        [[axis.rank(position, number) for position in range(axis.positions)] for number in range(copies)]
+    )
+    # Meetings of all copies come once, of neighbours once per block, of one copy as often as there are copies.
+    span = meetings["span"].to_numpy().astype(np.int64)
+    several = np.where(span == ALL, 1, copies // np.maximum(span, 1))
+    first = inner * copies + np.cumsum(several) - several
+
+    def moved(node: Ints) -> Ints:
+        """Numbers of nodes in every copy, (copies, nodes) as one row."""
+        meeting = np.maximum(node - inner, 0)
+        block = np.where(span[meeting] == ALL, 0, copy[:, np.newaxis] // np.maximum(span[meeting], 1))
+        numbers: Ints = np.where(node < inner, node + copy[:, np.newaxis] * inner, first[meeting] + block).ravel()
+        return numbers
+
+    def tiled(frame: pl.DataFrame) -> pl.DataFrame:
+        return frame[np.tile(np.arange(frame.height), copies)]
+
+    work = np.broadcast_to(variation.work_ns[:inner], (copies, inner)).copy()
+    if seed is not None:
+        random = np.random.default_rng(seed)
+        pool = variation.work_pool[:inner]
+        varied = np.flatnonzero(pool >= 0)
+        work[:, varied] *= variation.pools[pool[varied], random.integers(0, QUANTILES, (copies, varied.size))]
+    nodes = tiled(single.nodes[:inner])
+    position = nodes["rank"].fill_null(0).to_numpy()
+    nodes = nodes.with_columns(
+        rank=pl.Series(rank_of[np.repeat(copy, inner), position]),
+        lane=pl.col("lane").cast(pl.Int64) + pl.Series(np.repeat(copy * lanes, inner)),
+        work_ns=pl.Series(np.rint(work.ravel()).astype(np.int64)),
+        residual_ns=pl.lit(0, pl.Int64),
+    )
+    joints = single.nodes[inner:][np.repeat(np.arange(meetings.height), several)]
+    block = np.arange(several.sum()) - np.repeat(np.cumsum(several) - several, several)
+    joints = joints.with_columns(
+        rank=pl.Series(
+            rank_of[block * np.maximum(np.repeat(span, several), 1), joints["rank"].fill_null(0).to_numpy()]
+            if joints.height
+            else block
+        )
+    )
+    whole = pl.concat([nodes, joints], how="diagonal_relaxed").with_columns(node=pl.int_range(pl.len()))
+    source, target = (single.edges[end].to_numpy().astype(np.int64) for end in ("source", "target"))
+    out_of = source >= inner
+    delay = variation.delay_ns.copy()
+    delay[out_of] = transfer_ns[source[out_of] - inner]
+    running = np.isfinite(variation.part)
+    delays = np.broadcast_to(delay, (copies, delay.size)).copy()
+    delays[:, running] = variation.part[running] * work[:, source[running]]
+    edges = tiled(single.edges).with_columns(
+        source=pl.Series(moved(source)),
+        target=pl.Series(moved(target)),
+        delay_ns=pl.Series(np.rint(delays.ravel()).astype(np.int64)),
+        residual_ns=pl.lit(0, pl.Int64),
+    )
+    # Edges of copies that share a meeting stand there once for each part, as in a recorded graph.
+    communication = single.communication
+    of_part = replica.parts["meeting"].cast(pl.Int64)
+    meets = pl.col("instance").is_not_null()
+    grown = meetings.select("members", "in_bytes", "out_bytes")[of_part.fill_null(0)] if meetings.height else None
+    if grown is not None:
+        growing = meets & pl.Series((span == ALL)[of_part.fill_null(0).to_numpy()])
+        communication = communication.with_columns(
+            group_size=pl.when(meets).then(grown["members"]).otherwise("group_size"),
+            in_bytes=pl.when(growing).then(grown["in_bytes"]).otherwise("in_bytes"),
+            out_bytes=pl.when(growing).then(grown["out_bytes"]).otherwise("out_bytes"),
+        )
+    communication = tiled(communication)
+    instance = moved(of_part.fill_null(0).to_numpy() + inner)
+    # The peer of a message is in its own copy, the root of a larger group in the first one.
+    peer_position = replica.parts["peer_position"].fill_null(0).to_numpy().astype(np.int64)
+    of_copy = replica.parts.select(pl.col("pair") | (pl.col("span") == 1)).to_series().to_numpy()
+    has_peer = replica.parts["peer_position"].is_not_null().to_numpy()
+    peer = rank_of[np.where(of_copy, copy[:, np.newaxis], 0).ravel(), np.tile(peer_position, copies)]
+    communication = communication.with_columns(
+        node=pl.Series(moved(single.communication["node"].to_numpy().astype(np.int64))),
+        instance=pl.when(pl.col("instance").is_not_null()).then(pl.Series(instance - inner * copies)),
+        peer=pl.when(pl.Series(np.tile(has_peer, copies))).then(pl.Series(peer)),
+    )
+    frames: dict[str, Any] = {
+        "nodes": whole,
+        "edges": edges,
+        "lanes": tiled(single.lanes).with_columns(
+            lane=pl.int_range(pl.len()),
+            rank=pl.Series(rank_of[np.repeat(copy, lanes), np.tile(single.lanes["rank"].to_numpy(), copies)]),
+        ),
+        "communication": communication,
+        "transfers": tiled(single.transfers).with_columns(
+            node=pl.Series(moved(single.transfers["node"].to_numpy().astype(np.int64)))
+        ),
+    }
+    declared: dict[str, Any] = {name: cast_to_schema(frame, GRAPH_SCHEMAS[name]) for name, frame in frames.items()}
+    graph = replace(single, **declared, delays=empty_frame("delays"), world_size=axis.world)
+    times = Plan(graph).evaluate()
+    start, end = times[0::2], times[1::2]
+    return replace(
+        graph,
+        nodes=graph.nodes.with_columns(pl.Series("start_ns", start), pl.Series("duration_ns", end - start)),
+    )

@@ -1,0 +1,548 @@
+"""Points of a grid on any engine, over the common pool.
+
+An axis is written as `KEY=VALUES`: `network.0.bandwidth=50,100,200`, `ranks=8..1024*2`, `layers=4..32+4`. Values are
+numbers or words, separated by commas; `a..b` counts up by 1, `a..b+step` by a step, `a..b*factor` by a factor. The
+points of a sweep are all combinations of its axes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field
+from functools import cached_property, partial
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from traceloom.errors import CheckError, InputError, TraceloomError, UsageError, nearest, other_version
+from traceloom.formats.chakra.files import EtReader
+from traceloom.system import units
+from traceloom.system.process import block_signals
+from traceloom.system.processes import ProcessPool, cores, workers
+from traceloom.trace.frames import Result, schema
+from traceloom.trace.notice import Notice
+from traceloom.workload.chakra import generate
+from traceloom.workload.simulate.inputs import SimulationInput, open_input
+from traceloom.workload.simulate.machine import Machine
+from traceloom.workload.simulate.machine_file import read_machine
+from traceloom.workload.simulate.native import on_device, run
+from traceloom.workload.simulate.scale import RecordedJob, on_machine, roles_of
+
+MOST_POINTS = 100_000
+SweptValue = int | float | str
+SweepPoint = dict[str, SweptValue]
+SweepRow = dict[str, SweptValue | None]
+ANSWERS = pl.Schema(
+    {
+        "ranks": pl.Int64,
+        "samples": pl.Float64,
+        "time_ns": pl.Int64,
+        "p10_ns": pl.Int64,
+        "p90_ns": pl.Int64,
+        "cost": pl.Float64,
+        "memory_bytes": pl.Int64,
+        "flags": pl.String,
+        "reason": pl.String,
+    }
+)
+SENSITIVITIES = schema(
+    "parameter median low high pairs",
+    {"parameter": pl.String, "median": pl.Float64, "low": pl.Float64, "high": pl.Float64, "pairs": pl.Int64},
+)
+_RANGE = re.compile(r"(?P<first>[^.]+(?:\.\d+)?)\.\.(?P<last>[^*+]+)(?:(?P<sign>[*+])(?P<by>.+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class SweepAxis:
+    """One parameter and the values that it takes.
+
+    Attributes:
+        key: A key of the machine (`network.0.bandwidth`), `ranks`, `data_parallel`, `machine`, `device`,
+            `host_factor`, or an option of what was generated.
+        values: In the order of the user.
+    """
+
+    key: str
+    values: tuple[SweptValue, ...]
+
+
+def parse_axis(text: str) -> SweepAxis:
+    """Read an axis.
+
+    Raises:
+        UsageError: slugs `bad-sweep`, with what is understood; `sweep-too-large`: a range of more than `MOST_POINTS`.
+
+    Example:
+        >>> parse_axis("ranks=8..64*2,100").values
+        (8, 16, 32, 64, 100)
+    """
+    key, equals, listed = text.partition("=")
+    if not equals or not key.strip() or not listed.strip():
+        raise _bad(text, "write it as KEY=VALUES")
+    values: list[SweptValue] = []
+    for part in listed.split(","):
+        values += _values(part.strip(), text)
+    key = key.strip()
+    return SweepAxis(key if "." in key else key.replace("-", "_"), tuple(dict.fromkeys(values)))
+
+
+def _values(part: str, text: str) -> list[SweptValue]:
+    """The values of one part between commas."""
+    match = _RANGE.fullmatch(part)
+    if match is None:
+        if not part or ".." in part:
+            raise _bad(text, f"`{part}` is no range" if part else "a value between commas is missing")
+        return [_value(part)]
+    first, last, by = (_value((match[name] or "1").strip()) for name in ("first", "last", "by"))
+    if isinstance(first, str) or isinstance(last, str) or isinstance(by, str):
+        raise _bad(text, f"`{part}` is no range of numbers")
+    grows = match["sign"] == "*"
+    if last < first or by <= 0 or (grows and (by <= 1 or first <= 0)):
+        raise _bad(text, f"`{part}` never ends, or has no values")
+    steps = math.log(last / first) / math.log(by) if grows else (last - first) / by
+    if steps >= MOST_POINTS:
+        raise _too_large(f"`{part}` has {steps + 1:,.0f} values")
+    count = math.floor(steps + 1e-9) + 1
+    return [first * by**number if grows else first + by * number for number in range(count)]
+
+
+def _value(text: str) -> SweptValue:
+    for kind in (int, float):
+        try:
+            number = kind(text)
+        except ValueError:
+            continue
+        if math.isfinite(number):
+            return number
+    return text
+
+
+def _bad(text: str, why: str) -> UsageError:
+    return UsageError(
+        f"`{text}` is no sweep: {why}",
+        slug="bad-sweep",
+        hint="examples: `network.0.bandwidth=50,100,200`, `ranks=8..1024*2`, `layers=4..32+4`",
+    )
+
+
+def _too_large(what: str) -> UsageError:
+    return UsageError(
+        f"{what}, more than the {MOST_POINTS:,} points that a sweep may have",
+        slug="sweep-too-large",
+        hint="sweep fewer values at a time: a step (`+4`) or a factor (`*2`) thins a range",
+    )
+
+
+def points_of(axes: Sequence[SweepAxis]) -> Iterator[SweepPoint]:
+    """All combinations, the last axis fastest.
+
+    Raises:
+        UsageError: slugs `bad-sweep`: a key stands twice; `sweep-too-large`.
+    """
+    keys = [axis.key for axis in axes]
+    if len(set(keys)) < len(keys):
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise _bad(f"{twice}=...", "the key stands twice")
+    count = math.prod(len(axis.values) for axis in axes)
+    if count > MOST_POINTS:
+        raise _too_large(f"the sweep has {count:,} points")
+    return (dict(zip(keys, values, strict=True)) for values in product(*(axis.values for axis in axes)))
+
+
+@dataclass(frozen=True)
+class SweepTable(Result):
+    """The answers of a sweep.
+
+    Attributes:
+        keys: The parameters, in the order of the user.
+        points: One row per point: the parameters; ranks, samples (that a step works on: of a generated transformer
+            their number, else as many times as many as the recorded step), time_ns (of a step, or of what is
+            simulated), p10_ns and p90_ns (where steps were drawn), cost (of that time on all ranks, where the machine
+            has a price), memory_bytes (of the rank that needs most, where it is known), flags (what lies outside of
+            what was measured), reason (why there is no time), pareto: whether no other point is as good in time and
+            cost per sample and in ranks, and better in one of them.
+        sensitivities: One row per parameter with several numbers: by how many per cent the time changes per per cent of
+            it, between neighbouring values with all else equal: median, low and high, and of how many pairs.
+    """
+
+    keys: tuple[str, ...]
+    points: pl.DataFrame
+    sensitivities: pl.DataFrame
+
+    @classmethod
+    def of(cls, axes: Sequence[SweepAxis], rows: Sequence[Mapping[str, SweptValue | None]]) -> SweepTable:
+        """The table of points with their answers (`ANSWERS`), in any order of keys."""
+        keys = tuple(axis.key for axis in axes)
+        parameters = []
+        for key in keys:
+            values = [row.get(key) for row in rows]
+            strings = any(isinstance(value, str) for value in values)
+            parameters.append(
+                pl.Series(f"{key}", [str(value) for value in values] if strings else values, strict=False)
+            )
+        answers = [
+            pl.Series(name, [row.get(name) for row in rows], dtype=kind, strict=False)
+            for name, kind in ANSWERS.items()
+            if name not in keys
+        ]
+        points = pl.DataFrame([*parameters, *answers])
+        points = points.with_columns(pl.Series("pareto", pareto(points)))
+        return cls(keys, points, sensitivities(points, keys))
+
+
+def pareto(points: pl.DataFrame) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Which points nobody beats in time and cost per sample and in ranks, (points,); none without a time."""
+    answered = points["time_ns"].is_not_null().to_numpy()
+    samples = pl.col("samples").fill_null(1.0)
+    ranks = pl.col("ranks").cast(pl.Float64, strict=False)  # a word among those asked for makes all of them words
+    costs = points.select(pl.col("time_ns") / samples, ranks, pl.col("cost") / samples)
+    table = costs.fill_null(0.0).to_numpy()
+    front = np.zeros(len(table), dtype=np.bool_)
+    at = np.flatnonzero(answered)
+    # By time, then ranks, then cost: a point can be beaten only by those before it, and then by one of the front.
+    order = at[np.lexsort(table[at].T[::-1])] if at.size else at
+    best = np.zeros((0, table.shape[1]))
+    for row in order.tolist():
+        as_good = (best <= table[row]).all(axis=1)
+        if not (as_good & (best < table[row]).any(axis=1)).any():
+            front[row] = True
+            best = np.vstack([best, table[row]])
+    return front
+
+
+def sensitivities(points: pl.DataFrame, keys: Sequence[str]) -> pl.DataFrame:
+    """Per cent of the time per per cent of each numeric parameter; see `SweepTable`."""
+    rows = []
+    for key in keys:
+        if not points[key].dtype.is_numeric():
+            continue
+        others = [other for other in keys if other != key]
+        log = points.filter(pl.col("time_ns") > 0, pl.col(key) > 0).select(
+            *others, x=pl.col(key).cast(pl.Float64).log(), y=pl.col("time_ns").cast(pl.Float64).log()
+        )
+        log = log.sort("x")
+        slope = pl.col("y").diff() / pl.col("x").diff()
+        slopes = log.select(slope.over(others) if others else slope).to_series().drop_nulls().drop_nans()
+        if slopes.len():
+            rows.append((key, slopes.median(), slopes.min(), slopes.max(), slopes.len()))
+    return pl.DataFrame(rows, schema=SENSITIVITIES, orient="row")
+
+
+_NS_PER_HOUR = 3.6e12
+_SIZES = ("ranks", "data_parallel")
+_OWN = (*_SIZES, "machine", "device", "host_factor")
+_GENERATED: dict[str, tuple[Any, Any]] = {
+    "collective": (generate.CollectiveOptions, generate.collectives),
+    "pipeline": (generate.PipelineOptions, generate.pipeline),
+    "transformer": (generate.TransformerOptions, generate.transformer),
+}
+_NAMES: dict[str, Sequence[str]] = {
+    "collective": generate.KINDS, "algorithm": generate.ALGORITHMS, "schedule": generate.SCHEDULES,
+}  # fmt: skip
+_MAY_BE_0 = ("size", "compute_us")
+
+
+@dataclass(frozen=True)
+class SweepQuestion:
+    """What is asked at every point, but for what the point says.
+
+    Attributes:
+        inputs: Files or directories of one workload.
+        machine: A `machine.toml` or the name of a preset; None for the recorded machine.
+        overrides: Changes of the machine.
+        device: What computes; None for the machine's.
+        host_factor: How many times as long host work takes.
+        ranks: Of the job; None for the recorded number.
+        data_parallel: Copies of the model; None for the recorded number.
+        groups: Who is in which group, of `.et` files.
+        only: One side alone.
+        step: One step of a recorded run.
+        roles: Of groups, by name, before those that are found.
+        draws: Steps to draw where the number of ranks changes.
+        seed: Of chance.
+        memory_limit: Bytes that a rank has; points that need more have no time. Of generated transformers.
+        cache: Whether read traces are kept.
+        recorded_device: What computed in the recording, where the traces do not say.
+    """
+
+    inputs: tuple[str, ...]
+    machine: str | None = None
+    overrides: tuple[str, ...] = ()
+    device: str | None = None
+    host_factor: float = 1.0
+    ranks: int | None = None
+    data_parallel: int | None = None
+    groups: str | None = None
+    only: str | None = None
+    step: int | None = None
+    roles: Mapping[str, str] = field(default_factory=dict)
+    draws: int = 200
+    seed: int = 0
+    memory_limit: int | None = None
+    cache: bool = True
+    recorded_device: str | None = None
+
+
+class PointEvaluator:
+    """Answers points; the workload is read once.
+
+    Args:
+        question: What is asked.
+    """
+
+    def __init__(self, question: SweepQuestion) -> None:
+        self.question = question
+        self._jobs: dict[tuple[Any, ...], RecordedJob] = {}
+
+    @cached_property
+    def generated(self) -> tuple[str, dict[str, Any]] | None:
+        """Kind and options of a workload that `traceloom generate` made; None of any other.
+
+        Raises:
+            InputError: `other-version`.
+        """
+        folder = Path(self.question.inputs[0])
+        first = folder / "workload.0.et"
+        if not first.is_file():
+            return None
+        with EtReader(first) as reader:
+            about = [attr.string_val for attr in reader.metadata.attr if attr.name == "generated"]
+        if not about:
+            return None
+        try:
+            document = json.loads(about[0])
+        except (ValueError, RecursionError):  # another writer may say anything there
+            return None
+        if not isinstance(document, dict) or document.get("format") != generate.SCHEMA:
+            return None
+        if document.get("version") != generate.VERSION:
+            raise other_version("generated workload", document.get("version"), generate.VERSION, first)
+        kind, options = document.get("kind"), document.get("options")
+        return (kind, options) if kind in list(_GENERATED) and isinstance(options, dict) else None
+
+    @cached_property
+    def source(self) -> SimulationInput:
+        """The workload."""
+        asked = self.question
+        return open_input(list(asked.inputs), groups=asked.groups, only=asked.only, step=asked.step, cache=asked.cache)
+
+    def check(self, keys: Sequence[str]) -> None:
+        """Refuse keys that mean nothing here.
+
+        Raises:
+            UsageError: slug `bad-sweep`.
+        """
+        options = [*self.generated[1], "global_batch"] if self.generated else []
+        for key in keys:
+            if "." not in key and key not in _OWN and key not in options:
+                names = [*_OWN, *options, "network.0.bandwidth"]
+                raise UsageError(
+                    f"`{key}` is nothing that can be swept here",
+                    slug="bad-sweep",
+                    hint=nearest(key, names) + f"there are {', '.join(names)} and other keys of the machine",
+                )
+            if "." in key and self.question.machine is None and "machine" not in keys:
+                raise UsageError(f"`{key}` is of a machine", slug="bad-sweep", hint="name one with --machine")
+        if self.generated and self.question.machine is None and "machine" not in keys:
+            raise UsageError(
+                "a generated workload has no network of its own", slug="bad-sweep", hint="name one with --machine"
+            )
+
+    def __call__(self, point: SweepPoint) -> SweepRow:
+        """The answer at a point: columns of `ANSWERS`; a `reason` instead of a time where there is none."""
+        row: SweepRow = dict.fromkeys(ANSWERS)
+        try:
+            row |= self._generated(point) if self.generated else self._recorded(point)
+        except (UsageError, CheckError) as error:
+            row["reason"] = error.message
+        return row
+
+    def _machine(self, point: SweepPoint) -> tuple[str | None, list[str]]:
+        overrides = [*self.question.overrides, *(f"{key}={value}" for key, value in point.items() if "." in key)]
+        machine = point.get("machine", self.question.machine)
+        return None if machine is None else str(machine), overrides
+
+    def _recorded(self, point: SweepPoint) -> SweepRow:
+        """A recorded run, a graph or files of another writer."""
+        asked = self.question
+        machine, overrides = self._machine(point)
+        device = point.get("device", asked.device)
+        device = None if device is None else str(device)
+        host_factor = float(_understood("host_factor", point.get("host_factor", asked.host_factor), 1.0))
+        size = {name: _understood(name, point[name], 1) if name in point else None for name in _SIZES}
+        if size["ranks"] is None and size["data_parallel"] is None:
+            size = {"ranks": asked.ranks, "data_parallel": asked.data_parallel}
+        if size["ranks"] is None and size["data_parallel"] is None:
+            workload = self.source.session or (self.source.graph if self.source.measured else list(asked.inputs))
+            answer = run(
+                workload, machine, overrides=overrides, device=device, host_factor=host_factor,
+                groups=None if self.source.measured else asked.groups, only=asked.only, step=asked.step,
+                recorded_device=asked.recorded_device,
+            )  # fmt: skip
+            ranks = answer.ranks.height
+            priced = read_machine(machine, overrides) if machine else None
+            return _answer(ranks, answer.after_ns, priced, answer.notices)
+        of_any_size = read_machine(machine, overrides) if machine else None
+        job = self._job(of_any_size, device, host_factor)
+        ranks = job.copies(**{name: None if value is None else int(value) for name, value in size.items()})
+        described = of_any_size.for_ranks(ranks * job.axis.positions) if of_any_size else None
+        scaled = job.at(data_parallel=ranks, transfers=on_machine(described) if described else None)
+        interval: SweepRow = {
+            "p10_ns": scaled.p10_ns, "p90_ns": scaled.p90_ns, "samples": scaled.data_parallel / job.axis.copies,
+        }  # fmt: skip
+        return _answer(scaled.ranks, scaled.after_ns, described, scaled.notices) | interval
+
+    def _job(self, machine: Machine | None, device: str | None, host_factor: float) -> RecordedJob:
+        """The recorded job on a device; each is made ready once."""
+        key = device, host_factor, repr((machine.device, machine.slow)) if machine else ""
+        if key not in self._jobs:
+            source, asked = self.source, self.question
+            if not source.measured:
+                raise UsageError("only recorded runs can be scaled", slug="cannot-scale", hint="name a recorded run")
+            cases = on_device(source, machine, device, host_factor, asked.recorded_device)
+            roles = roles_of(source.session) if source.session else {}
+            self._jobs[key] = RecordedJob(
+                cases.graphs[0], {**roles, **asked.roles}, draws=asked.draws, seed=asked.seed, notices=cases.notices
+            )
+        return self._jobs[key]
+
+    def _generated(self, point: SweepPoint) -> SweepRow:
+        """A workload made anew with the options of the point."""
+        assert self.generated is not None
+        kind, base = self.generated
+        options, make = _GENERATED[kind]
+        values = {**base, **point}
+        chosen = {name: _understood(name, values.get(name, usual), usual) for name, usual in asdict(options()).items()}
+        if kind == "transformer":
+            chosen = self._planned(chosen, point)
+        elif self.question.ranks is not None and "ranks" not in point:
+            chosen["ranks"] = self.question.ranks
+        made: generate.Generated = make(options(**chosen))
+        ranks = len(made.programs)
+        row: SweepRow = {"ranks": ranks}
+        if kind == "transformer":
+            memory = generate.memory_bytes(options(**chosen))
+            row |= {"memory_bytes": memory, "samples": float(chosen["data_parallel"] * chosen["micro_batches"])}
+            limit = self.question.memory_limit
+            if limit is not None and memory > limit:
+                words = f"a rank would need {units.size(memory)} of memory, and has {units.size(limit)}"
+                return row | {"reason": words}
+        machine, overrides = self._machine(point)
+        assert machine is not None
+        described = read_machine(machine, overrides).for_ranks(ranks)
+        with TemporaryDirectory(prefix="traceloom-sweep-") as folder:
+            generate.write_generated(made, Path(folder) / "workload")
+            answer = run(Path(folder) / "workload", described, only=self.question.only)
+        return row | _answer(ranks, answer.after_ns, described, answer.notices)
+
+    def _planned(self, chosen: dict[str, Any], point: SweepPoint) -> dict[str, Any]:
+        """Options of a transformer: what is not swept follows from the ranks and the batch of the whole job."""
+        ranks, copies = (
+            None if value is None else int(_understood(name, value, 1))
+            for name, value in ((name, point.get(name, getattr(self.question, name))) for name in _SIZES)
+        )
+        of_copy = chosen["tensor_parallel"] * chosen["pipeline_parallel"]
+        if copies is not None:
+            chosen["data_parallel"] = copies
+        elif ranks is not None:
+            chosen["data_parallel"], rest = divmod(ranks, of_copy)
+            if rest or not chosen["data_parallel"]:
+                raise UsageError(f"{ranks} ranks are no multiple of the {of_copy} of one copy", slug="cannot-generate")
+        if ranks is not None and chosen["data_parallel"] * of_copy != ranks:
+            raise UsageError(f"{chosen['data_parallel'] * of_copy} ranks, not {ranks}", slug="cannot-generate")
+        if "global_batch" in point:
+            whole = int(_understood("global_batch", point["global_batch"], 1))
+            chosen["micro_batches"], rest = divmod(whole, chosen["data_parallel"])
+            if rest or not chosen["micro_batches"]:
+                text = f"a batch of {whole} is no multiple of {chosen['data_parallel']} samples that go at once"
+                raise UsageError(text, slug="cannot-generate")
+        return chosen
+
+
+def _understood(key: str, value: object, usual: float | str) -> Any:
+    """A value of the type that is usual for its key.
+
+    Raises:
+        UsageError: slug `bad-sweep`: it is none.
+    """
+    if isinstance(usual, str):
+        if value not in (names := _NAMES[key]):
+            hint = nearest(str(value), names) + f"there are {', '.join(names)}"
+            raise UsageError(f"`{value}` is no {key}", slug="bad-sweep", hint=hint)
+        return value
+    is_whole = isinstance(usual, int)
+    if isinstance(value, (int, float)) and math.isfinite(value) and (value > 0 or (value == 0 and key in _MAY_BE_0)):
+        if not is_whole:
+            return float(value)
+        if value == int(value):
+            return int(value)
+    least = "of at least 0" if key in _MAY_BE_0 else "above 0"
+    kind = "whole number" if is_whole else "number"
+    raise UsageError(f"`{key}` is a {kind} {least}, not {value}", slug="bad-sweep")
+
+
+def _answer(ranks: int, time_ns: int, machine: Machine | None, notices: Sequence[Notice]) -> SweepRow:
+    price = machine.price_per_hour if machine else None
+    cost = None if price is None else price * ranks * time_ns / _NS_PER_HOUR
+    flags = "; ".join(notice.message for notice in notices if notice.slug == "transfer-flag")
+    return {"ranks": ranks, "time_ns": time_ns, "cost": cost, "flags": flags or None}
+
+
+def evaluate_points(
+    question: SweepQuestion, points: Mapping[int, SweepPoint], *, processes: int | None = None
+) -> Iterator[tuple[int, SweepRow]]:
+    """Answer points, in the order in which answers come.
+
+    Args:
+        question: What is asked.
+        points: By number.
+        processes: That work at once; as many as there are cores where None. With one, it is this one.
+
+    Raises:
+        UsageError: slug `bad-sweep`.
+        InputError: The workload or the machine is refused.
+    """
+    evaluator = PointEvaluator(question)
+    if points:
+        evaluator.check(list(next(iter(points.values()))))
+    at_once = min(cores() if processes is None else processes, len(points))
+    if at_once < 2:
+        yield from ((number, evaluator(point)) for number, point in points.items())
+        return
+    with (
+        workers("traceloom.workload.simulate.sweep_worker") as beside,
+        ThreadPoolExecutor(at_once, thread_name_prefix="traceloom-sweep", initializer=block_signals) as pool,
+    ):
+        each = partial(_in_process, asdict(question), beside=beside)
+        jobs = {pool.submit(each, point): number for number, point in points.items()}
+        try:
+            for job in as_completed(jobs):
+                yield jobs[job], job.result()
+        except BaseException:
+            beside.stop()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _in_process(question: dict[str, Any], point: SweepPoint, *, beside: ProcessPool) -> SweepRow:
+    with beside.idle() as process:
+        process.send({"question": question, "point": point})
+        for answer in process.answers():
+            if "refused" in answer:
+                raise InputError(**answer["refused"])
+            row: SweepRow = answer["row"]
+            return row
+        code = process.ended()
+    raise TraceloomError(
+        f"the process that simulated a point ended with code {code}",
+        slug="worker-died",
+        hint="it may have run out of memory; sweep fewer ranks at a time" if code < 0 else "please report it",
+    )

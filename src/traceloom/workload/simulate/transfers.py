@@ -1,0 +1,508 @@
+"""Communications of a graph and what they cost on a machine.
+
+A transfer that the machine holds as measured counts before schedule and topology. Where the network is another one than
+that of the measurement (`--set network.0.bandwidth=100`), the measured time changes as the modelled one does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from traceloom.analyze.bandwidth import with_sizes
+from traceloom.errors import UsageError
+from traceloom.graph import graph as gs
+from traceloom.graph.evaluate import LONGEST_NS
+from traceloom.graph.graph import Graph, array, point_times
+from traceloom.system import units
+from traceloom.trace.array_types import Bools, Floats, Ints
+from traceloom.trace.frames import schema
+from traceloom.trace.notice import Notice
+from traceloom.workload.collective_algorithms import KINDS_OF, Schedule, schedule
+from traceloom.workload.simulate.machine import Machine
+from traceloom.workload.simulate.network import LinkUse, MachineNetwork, finish_times
+
+ROOTED = ("broadcast", "scatter", "reduce", "gather")
+
+
+@dataclass(frozen=True, slots=True)
+class Operations:
+    """The communications in which parts meet; M of them, in the order of their meetings.
+
+    Attributes:
+        table: meeting (node), instance, kind (`send` for messages), group, group_size, members (ranks, the root or
+            sender first; null where unknown), size_bytes and bus_factor as of `analyze.collective`, parts (recorded
+            ones), splits (of an all_to_all that is not even: bytes from each member, row by row, to each).
+        edge: Edges out of the meetings, to the end of a part each.
+        of_edge: Row of `table` of each.
+        part: Nodes of all parts.
+        of_part: Row of `table` of each.
+    """
+
+    table: pl.DataFrame
+    edge: Ints
+    of_edge: Ints
+    part: Ints
+    of_part: Ints
+
+    def __len__(self) -> int:
+        return self.table.height
+
+
+def operations(graph: Graph) -> Operations:
+    """Find the communications of a graph that has its meetings."""
+    kind = array(graph, graph.nodes["kind"])
+    meeting = np.flatnonzero(kind == gs.NODE_KINDS.index(gs.RENDEZVOUS))
+    number = np.full(graph.nodes.height, -1, dtype=np.int64)
+    number[meeting] = np.arange(meeting.size)
+    source, target = (array(graph, graph.edges[end]).astype(np.int64) for end in ("source", "target"))
+    to_end = graph.edges["to_end"].to_numpy()
+    edge = np.flatnonzero((number[source] >= 0) & to_end)
+    communicates = np.isin(kind, [gs.NODE_KINDS.index(name) for name in gs.COMMUNICATION])
+    into = np.flatnonzero((number[target] >= 0) & communicates[source])
+    pairs = np.unique(
+        np.concatenate([number[source[edge]], number[target[into]]]) * graph.nodes.height
+        + np.concatenate([target[edge], source[into]])
+    )
+    of_part, part = np.divmod(pairs, max(graph.nodes.height, 1))
+    return Operations(_table(graph, meeting, part, of_part), edge, number[source[edge]], part.astype(np.int64), of_part)
+
+
+def _table(graph: Graph, meeting: Ints, part: Ints, of_part: Ints) -> pl.DataFrame:
+    """See `Operations.table`."""
+    about = pl.DataFrame({"row": of_part, "node": part.astype(np.uint32)}).join(
+        graph.communication, on="node", how="left", maintain_order="left"
+    )
+    about = about.with_columns(graph.nodes["rank"].gather(part).alias("rank"))
+    message = pl.col("kind").is_in(["send", "receive"])
+    sender = pl.when(pl.col("kind") == "receive").then("peer").otherwise("rank")
+    receiver = pl.when(pl.col("kind") == "receive").then("rank").otherwise("peer")
+    split = (pl.col("kind") == "all_to_all") & (pl.col("in_splits").list.sum() > 0) & pl.col("in_bytes").is_not_null()
+    table = (
+        about.group_by("row")
+        .agg(
+            pl.col("instance", "kind", "group", "ranks").first(),
+            pl.max("in_bytes", "out_bytes", "group_size"),
+            pl.col("peer").drop_nulls().first(),
+            sender.filter(message).drop_nulls().first().alias("sender"),
+            receiver.filter(message).drop_nulls().first().alias("receiver"),
+            pl.col("rank").sort().alias("recorded"),
+            pl.len().cast(pl.Int64).alias("parts"),
+            # The ranks that say what they give to whom, with what they give in all.
+            split_ranks=pl.col("rank").filter(split),
+            split_lists=pl.col("in_splits").filter(split),
+            put_in=pl.col("in_bytes").filter(split),
+        )
+        .sort("row")
+    )
+    pair = pl.concat_list("sender", "receiver")
+    is_message = pl.col("kind").is_in(["send", "receive"])
+    world = pl.lit(graph.world_size, dtype=pl.Int32)
+    whole = pl.int_ranges(0, world, dtype=pl.Int32)
+    members = (
+        pl.when(is_message)
+        .then(pl.when(pl.col("sender").is_not_null() & pl.col("receiver").is_not_null()).then(pair))
+        .when(pl.col("ranks").is_not_null())
+        .then("ranks")
+        .when(pl.col("group_size").fill_null(pl.col("parts")) == pl.col("parts"))
+        .then("recorded")
+        .when(pl.col("group_size") == world)
+        .then(whole)
+    )
+    table = table.with_columns(members.alias("members")).with_columns(
+        # Of a message both ends are in it, whatever group they are of.
+        pl.coalesce(pl.col("members").list.len().cast(pl.Int32), "group_size").alias("group_size"),
+        pl.when(is_message).then(pl.lit("send")).otherwise("kind").alias("kind"),
+    )
+    root_first = pl.concat_list(
+        pl.concat_list("peer"), pl.col("members").list.set_difference(pl.concat_list("peer")).list.sort()
+    )
+    rooted = pl.col("kind").is_in(ROOTED) & pl.col("members").list.contains(pl.col("peer"))
+    table = with_sizes(table).with_columns(
+        pl.when(rooted.fill_null(value=False)).then(root_first).otherwise("members").alias("members"),
+        meeting=pl.Series(meeting).gather(table["row"]),
+        splits=_splits(table),
+    )
+    return table.select(
+        "meeting", "instance", "kind", "group", "group_size", "members", "size_bytes", "bus_factor", "parts", "splits"
+    )
+
+
+def _splits(table: pl.DataFrame) -> pl.Series:
+    """See `Operations.table`; what nobody recorded is as even as the mean of the others."""
+    matrices: list[list[int] | None] = [None] * table.height
+    rows = table.with_row_index("at").filter(pl.col("split_ranks").list.len() > 0).drop_nulls("members")
+    columns = ("at", "members", "split_ranks", "split_lists", "put_in")
+    for at, members, split_ranks, split_lists, put_in in rows.select(columns).iter_rows():
+        even = len({part for split in split_lists for part in split}) == 1
+        if even or any(len(split) != len(members) for split in split_lists):
+            continue
+        matrix = np.full((len(members), len(members)), np.mean(put_in) / len(members))
+        for rank, split, whole in zip(split_ranks, split_lists, put_in, strict=True):
+            matrix[members.index(rank)] = np.array(split) * whole / sum(split)
+        matrices[at] = np.rint(matrix).astype(np.int64).ravel().tolist()
+    return pl.Series("splits", matrices, dtype=pl.List(pl.Int64))
+
+
+def transfers_ns(graph: Graph, of: Operations) -> Ints:
+    """How long each communication took from its meeting to the end of its middle part; shape (communications,), ns."""
+    times = point_times(graph)
+    target = array(graph, graph.edges["target"]).astype(np.int64)[of.edge]
+    took = times[2 * target + 1] - times[2 * of.table["meeting"].to_numpy().astype(np.int64)[of.of_edge]]
+    rows = pl.DataFrame({"row": of.of_edge, "took": np.maximum(took, 0)})
+    middle = rows.group_by("row").agg(pl.col("took").quantile(0.5, "lower").cast(pl.Int64))
+    out = np.zeros(len(of), dtype=np.int64)
+    out[middle["row"].to_numpy()] = middle["took"].to_numpy()
+    return out
+
+
+_LEAST = 1e-12  # of a link's bandwidth: rounding may leave less than nothing
+FULL = 1 + 1e-9  # of a link; what is more does not fit
+
+
+@dataclass(frozen=True, eq=False)
+class Transfers:
+    """The transfers of M communications, of C classes, over L links.
+
+    Attributes:
+        time_ns: How long each takes alone, shape (M,).
+        replaced: Whether it is the machine's, not the recorded one; shape (M,).
+        of_class: Class of each; -1 for one that needs no link; shape (M,).
+        share: How much of each link a communication of a class takes while it runs alone: rows `of_class`, `link`,
+            `share` (of the link's bandwidth), `bytes`.
+        links: One row per link: link, name, source, target.
+        algorithm: Of each communication; None where a measured transfer was taken or the recorded one kept.
+        flags: Of each, what must be known about its time, in words; "" for nothing.
+        card_ns: What the bytes of each take over network cards at least; shape (M,).
+    """
+
+    time_ns: Ints
+    replaced: Bools
+    of_class: Ints
+    share: pl.DataFrame
+    links: pl.DataFrame
+    algorithm: list[str | None]
+    flags: list[str]
+    card_ns: Ints
+
+    def bundles(self) -> LinkBundles:
+        """The links, those together that all classes ask the same of."""
+        classes = int(self.of_class.max(initial=-1)) + 1
+        if not self.share.height:  # latencies alone
+            return LinkBundles.none(classes)
+        asked = self.share.sort("link", "of_class").group_by("link", maintain_order=True).agg("of_class", "share")
+        alike = asked.group_by("of_class", "share", maintain_order=True).agg("link").with_row_index("bundle")
+        rows = alike.select("bundle", "of_class", "share").explode("of_class", "share").sort("of_class", "bundle")
+        return LinkBundles(
+            np.searchsorted(rows["of_class"].to_numpy(), np.arange(classes + 1)),
+            rows["bundle"].to_numpy().astype(np.int64),
+            rows["share"].to_numpy(),
+            alike["link"].explode().to_numpy().astype(np.int64),
+            np.repeat(np.arange(alike.height), alike["link"].list.len().to_numpy()),
+        )
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class LinkBundles:
+    """Links by what is asked of them; C classes, B bundles.
+
+    Attributes:
+        first: Where the bundles of each class begin in the next two, and their number; shape (C + 1,).
+        bundle: The bundles that a class needs.
+        share: Of the bandwidth of each link of these that it takes alone.
+        link: The links that are in a bundle.
+        of_link: Bundle of each.
+    """
+
+    first: Ints
+    bundle: Ints
+    share: Floats
+    link: Ints
+    of_link: Ints
+
+    @classmethod
+    def none(cls, classes: int = 0) -> LinkBundles:
+        """No links, of which none of the classes needs any."""
+        nothing = np.zeros(0, dtype=np.int64)
+        return cls(np.zeros(classes + 1, dtype=np.int64), nothing, np.zeros(0), nothing, nothing)
+
+    @property
+    def count(self) -> int:
+        """How many bundles there are."""
+        return int(self.of_link.max(initial=-1)) + 1
+
+    def of(self, number: int) -> tuple[Ints, Floats]:
+        """The bundles of a class, and what it takes of them."""
+        part = slice(int(self.first[number]), int(self.first[number + 1]))
+        return self.bundle[part], self.share[part]
+
+    def uses(self, of_class: Ints) -> tuple[Ints, Ints, Floats]:
+        """What communications of these classes (-1: none) use: row, bundle and share, row by row."""
+        at = np.flatnonzero(of_class >= 0)
+        count = np.diff(self.first)[of_class[at]]
+        row = np.repeat(at, count)
+        entry = self.first[of_class[row]] + np.arange(row.size) - np.repeat(np.cumsum(count) - count, count)
+        return row, self.bundle[entry], self.share[entry]
+
+    def overfull(self, of_class: Ints, start: Ints, end: Ints) -> bool:
+        """Whether communications at these times ask more of a link than it has; shapes (M,)."""
+        row, bundle, asked = self.uses(np.where(end > start, of_class, -1))
+        # On each bundle in the order of time, ends before starts, what is asked so far.
+        times = np.concatenate([start[row], end[row]])
+        change = np.concatenate([asked, -asked])
+        order = np.lexsort((change, times, np.concatenate([bundle, bundle])))
+        return bool((np.cumsum(change[order]) > FULL).any())
+
+
+def fair_speeds(share: Floats) -> tuple[Floats, Ints]:
+    """How fast transfers get on that share links, as fractions of their speed alone: max-min fair.
+
+    All get more at once, until a link is full: whoever needs that link gets no more, and the others go on. What counts
+    is the bandwidth on the link of which a transfer takes most.
+
+    Args:
+        share: Of each link that each transfer takes alone, at most 1; shape (transfers, links).
+
+    Returns:
+        Speeds, shape (transfers,), and the link that holds each back, -1 for none.
+    """
+    count = len(share)
+    speed, held_by = np.ones(count), np.full(count, -1, dtype=np.int64)
+    most = share.max(axis=1, initial=0.0)
+    short = np.flatnonzero(share.sum(axis=0) > FULL)  # no other link can hold anything back
+    share = share[:, short]
+    open_ = share.any(axis=1)
+    weight = np.divide(share, most[:, None], out=np.zeros_like(share), where=share > 0)
+    while open_.any():
+        rise = weight[open_].sum(axis=0)
+        room = 1.0 - speed[~open_] @ share[~open_]
+        level = np.divide(room, rise, out=np.full(rise.size, np.inf), where=rise > 0)
+        least = max(float(level.min()), _LEAST)
+        enough = open_ & (most <= least * FULL)
+        if enough.any():
+            open_ &= ~enough
+            continue
+        # Links that are full at the same level are full at once.
+        tight = level <= least * FULL
+        stopped = open_ & share[:, tight].any(axis=1)
+        speed[stopped] = least / most[stopped]
+        held_by[stopped] = short[np.argmax((share[stopped] > 0) & tight, axis=1)]
+        open_ &= ~stopped
+    return speed, held_by
+
+
+SHARES = schema("of_class link share bytes", {"of_class": pl.Int64, "link": pl.Int64, "share": pl.Float64})
+_PIPELINED = ("tree", "double-tree")
+_CHUNK = 1 << 19  # bytes that trees and chains hand on at once
+_MOST_CHUNKS = 64
+_MOST_BYTES = 2.0**62  # of a link; files name any size
+_FLAGS = {
+    "kind": "kind not measured, by schedule",
+    "span": "not measured inside or between hosts, by schedule",
+    "group": "size of the group not among those measured",
+    "size": "size not among those measured",
+}
+_REDUCED = 3  # bytes that a device moves to reduce one: two read, one written
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Modelled:
+    """One communication, alone on a network.
+
+    Attributes:
+        time_ns: From the meeting to the last end.
+        links: The links that it uses.
+        bytes: What each of them carries.
+        card_ns: What its bytes take over the network cards of ranks at least; 0 where there are none.
+        algorithm: The algorithm.
+    """
+
+    time_ns: float
+    links: Ints
+    bytes: Ints
+    card_ns: float
+    algorithm: str
+
+
+@dataclass(eq=False)
+class _Pricing:
+    """The times of communications on one machine, each worked out once."""
+
+    machine: Machine
+    network: MachineNetwork = field(init=False)
+    _known: dict[tuple[str, tuple[int, ...], int, tuple[int, ...]], Modelled] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.network = MachineNetwork(self.machine)
+
+    def modelled(
+        self, kind: str, members: Sequence[int], size_bytes: int, splits: Sequence[int] = ()
+    ) -> Modelled | None:
+        """A communication by its schedule; None where no schedule can do its kind.
+
+        Args:
+            kind: As in `Operations.table`.
+            members: The ranks; the root or the sender first.
+            size_bytes: As of `analyze.collective`.
+            splits: As in `Operations.table`; empty for even ones.
+        """
+        key = (kind, tuple(members), size_bytes, tuple(splits))
+        if key not in self._known:
+            if kind not in {"send", "barrier"} and all(kind not in kinds for kinds in KINDS_OF.values()):
+                return None
+            self._known[key] = self.model(*key)
+        return self._known[key]
+
+    def model(self, kind: str, members: tuple[int, ...], size_bytes: int, splits: tuple[int, ...]) -> Modelled:
+        machine = self.machine
+        places = machine.places[list(members)]
+        order = np.asarray(members)
+        if kind in ROOTED:
+            order = np.concatenate([order[:1], order[1:][np.argsort(places[1:])]])
+        by_place = np.argsort(places)
+        matrix = np.array(splits).reshape(len(members), -1)[np.ix_(by_place, by_place)] if splits else None
+        if kind not in {*ROOTED, "send"}:
+            order = order[by_place]
+        hosts = np.unique(places // machine.ranks_per_host, return_counts=True)[1]
+        algorithm: str = "direct" if kind == "send" else machine.algorithm(kind, size_bytes, len(members))
+        stated = any(r.collective == kind and (r.below is None or size_bytes < r.below) for r in machine.algorithms)
+        # One ring over several hosts would use one network card of each.
+        if not stated and algorithm == "ring" and kind in KINDS_OF["two-level"]:
+            several = hosts.size > 1 and hosts.min() == hosts.max() > 1
+            algorithm = "two-level" if several else algorithm
+        size = size_bytes // len(members) if kind == "all_gather" else size_bytes
+        chunks = min(max(size // _CHUNK, 1), _MOST_CHUNKS) if algorithm in _PIPELINED or kind in ROOTED else 1
+        plan = schedule(
+            "broadcast" if kind == "send" else kind,
+            algorithm,
+            len(members),
+            size,
+            chunks=chunks,
+            local=int(hosts[0]),
+            splits=matrix,
+        )
+        use = LinkUse(self.network)
+        memory = machine.device.memory if machine.device else None
+        reduction = _REDUCED * 1e9 / memory if memory else 0.0
+        ends = finish_times(plan, self.network, order, np.zeros(len(members)), reduction_ns_per_byte=reduction, use=use)
+        links = np.flatnonzero(use.bytes > 0)
+        carried = np.rint(np.minimum(use.bytes[links], _MOST_BYTES)).astype(np.int64)
+        return Modelled(float(ends.max(initial=0.0)), links, carried, self.card_ns(plan, order), algorithm)
+
+    def card_ns(self, plan: Schedule, order: Ints) -> float:
+        """What the bytes of the busiest network card take, whatever links there are."""
+        card = self.machine.nic
+        if card is None:
+            return 0.0
+        block = 1 if card.of == "all" else self.machine.dimensions[0].size
+        home = self.machine.places[order] // block
+        passed = np.zeros((2, plan.ranks))
+        for part in plan.rounds:
+            leaves = home[part.source] != home[part.target]
+            np.add.at(passed[0], part.source[leaves], part.bytes[leaves])
+            np.add.at(passed[1], part.target[leaves], part.bytes[leaves])
+        speed = card.bandwidth * self.machine.network_speeds()[order]
+        return float((passed / speed).max(initial=0.0))
+
+
+def transfers_on(
+    machine: Machine, table: pl.DataFrame, recorded_ns: Ints, measured_on: Machine | None = None
+) -> Transfers:
+    """The transfers of communications on a machine.
+
+    Those whose members, size or schedule nobody knows stay as they were recorded.
+
+    Args:
+        machine: The machine.
+        table: As `Operations.table`.
+        recorded_ns: How long they took, shape (communications,).
+        measured_on: The machine that its measured transfers are of, where its network was changed since.
+    """
+    pricing = _Pricing(machine)
+    base = pricing if measured_on is None else _Pricing(measured_on)
+    about = ["kind", "members", "size_bytes", "splits"]
+    asked = table.select(about).with_columns(key=pl.struct(about).rank("dense"))
+    distinct = asked.unique("key", keep="first").sort("key")
+    priced = [_price(pricing, base, row) for row in distinct.iter_rows(named=True)]
+    of_class = asked["key"].to_numpy().astype(np.int64) - 1
+    priceable = np.array([price.time_ns is not None for price in priced], dtype=np.bool_)
+    times = np.array([price.time_ns or 0 for price in priced], dtype=np.int64)
+    shares = []
+    for number, price in enumerate(priced):
+        if price.modelled is None or not price.time_ns:
+            continue
+        links, carried = price.modelled.links, price.modelled.bytes
+        share = np.minimum(carried / (pricing.network.bandwidth[links] * price.time_ns), 1.0)
+        shares.append(pl.DataFrame({"link": links, "share": share, "bytes": carried}).with_columns(of_class=number))
+    columns = list(SHARES)
+    replaced = priceable[of_class]
+    return Transfers(
+        np.where(replaced, times[of_class], recorded_ns),
+        replaced,
+        of_class,
+        pl.concat([SHARES.to_frame(), *(frame.select(columns).cast(SHARES) for frame in shares)]),
+        pricing.network.links.select("link", "name", "source", "target"),
+        [priced[k].algorithm for k in of_class.tolist()],
+        [priced[k].flag for k in of_class.tolist()],
+        np.array([price.card_ns for price in priced], dtype=np.int64)[of_class],
+    )
+
+
+def transfer_notices(flags: Iterable[str]) -> tuple[Notice, ...]:
+    """What must be known of transfers: how many of them each flag is about."""
+    single = [flag for text in flags for flag in text.split("; ") if flag]
+    counts = pl.Series("flag", single, dtype=pl.String).value_counts().sort("count", "flag", descending=[True, False])
+    return tuple(
+        Notice("transfer-flag", "warning", f"{count:,} communications: {flag}", count)
+        for flag, count in counts.iter_rows()
+    )
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Price:
+    """The time of one communication (None where it stays as recorded), where it is from, and what must be known."""
+
+    time_ns: int | None
+    modelled: Modelled | None = None
+    algorithm: str | None = None
+    flag: str = ""
+    card_ns: int = 0
+
+
+def _price(pricing: _Pricing, base: _Pricing, asked: dict[str, Any]) -> _Price:
+    """What one communication takes; `asked` is a row of the table."""
+    kind, members, size_bytes, splits = (asked[name] for name in ("kind", "members", "size_bytes", "splits"))
+    if kind == "barrier":
+        size_bytes = 0
+    if kind is None or members is None or size_bytes is None:
+        return _Price(None, flag="as recorded, kind, members or size not known")
+    modelled = pricing.modelled(kind, members, size_bytes, splits or ())
+    machine = pricing.machine
+    measured = machine.transfer_of(kind, machine.span(members), len(members), size_bytes)
+    flags = [_FLAGS[flag] for flag in measured.flags]
+    card_ns = modelled.card_ns if modelled else 0.0
+    if measured.time_ns is None:
+        if modelled is None:
+            return _Price(None, flag=f"as recorded, no schedule for {kind}")
+        time_ns, algorithm = modelled.time_ns, modelled.algorithm
+    else:
+        time_ns, algorithm = measured.time_ns, None
+        if base is not pricing and modelled is not None:
+            there = base.modelled(kind, members, size_bytes, splits or ())
+            if there is not None and there.time_ns > 0:
+                time_ns *= modelled.time_ns / there.time_ns
+                flags.append("measured before the network was changed")
+        if time_ns < int(card_ns):
+            time_ns = int(card_ns)
+            flags.append("held to what network cards allow")
+    if not max(time_ns, card_ns) < LONGEST_NS:
+        raise UsageError(
+            f"one {kind} of {units.size(size_bytes)} over {len(members)} ranks takes more than 100 days",
+            slug="times-too-long",
+            hint="bandwidths are in 10^9 B/s, latencies in ns",
+        )
+    return _Price(round(time_ns), modelled, algorithm, "; ".join(flags), int(card_ns))
